@@ -1,0 +1,35 @@
+# Every target sets up what it needs on a machine that has only Python 3.11 and make.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo test lint fuzz clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt 'setuptools>=77' torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m dithoist demo --out out
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# mypy cannot follow an editable install whose root is the package, so show it the package under its name.
+	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/dithoist
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -m dithoist -m dithoist.__main__ -p dithoist.passes -p dithoist.models -p dithoist.runtime
+
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -k "property or equivalence"
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,14 @@
+"""dithoist: a compiler for the denoising loop of diffusion transformers.
+
+    from dithoist import compile_pipeline
+    pipe = compile_pipeline(pipe)  # a diffusers pipeline; call it as before
+
+See README.md for what it does and :mod:`dithoist.passes` for how.
+"""
+
+from .runtime.denoiser import compile_denoiser
+from .runtime.pipeline import compile_pipeline, restore
+from .runtime.report import Report, report
+from .runtime.state import DithoistWarning
+
+__all__ = ["DithoistWarning", "Report", "compile_denoiser", "compile_pipeline", "report", "restore"]

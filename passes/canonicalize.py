@@ -1,0 +1,170 @@
+"""Canonical forms: one spelling for what models write in many, so that later passes match one shape.
+
+Three rewrites, each bitwise neutral:
+
+1. *Boolean-mask writes become static.* ``x[mask] *= s`` reaches the graph as ``index`` (of data-dependent
+   shape, a host read), ``mul`` and ``index_put``. With ``m`` the mask broadcast over the trailing dimensions
+   it becomes ``where(m, x * s, x)``; ``x[mask] = v`` becomes ``masked_fill(x, m, v)`` or ``where(m, v, x)``.
+
+   Legality: row by row both forms store ``f(x)`` where the mask holds and ``x`` elsewhere. ``f`` may be any
+   chain of operations whose result for one element does not depend on its neighbours *or on where it lies in
+   memory*; vectorised and scalar tails of ``exp`` differ in the last bit, so only operations that IEEE 754
+   rounds exactly are taken. A scale stays a scale: ``NaN * 0.0`` is NaN and ``-1 * 0.0`` is ``-0.0``, which a
+   fill would not give. The mask must have exactly the leading dimensions of ``x``, and the result the layout
+   that ``index_put`` would have given it.
+2. *Creators that read only a shape* (``zeros_like``, ``full_like``, ``new_zeros`` ...) become ``full`` with
+   that shape, so that their result no longer depends on the tensor they were modelled on. Legality: the
+   operators never read their argument's values; a result that would not be contiguous is left alone.
+3. *Sizes* (``sym_size``) become the graph input that holds the same symbol, for the same reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from .context import PassContext
+from .edit import call, same_layout
+
+aten = torch.ops.aten
+
+# Correctly rounded for every element, whatever its neighbours: IEEE 754 basic operations.
+_EXACT: frozenset[OpOverload] = frozenset(
+    {
+        aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor,
+        aten.sub.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default,
+    }
+)  # fmt: skip
+
+# Creator -> the value it fills with (None: its second argument).
+_CREATORS: dict[OpOverload, float | None] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+}
+
+
+def canonicalize(gm: fx.GraphModule, context: PassContext) -> int:
+    """Apply the three rewrites in place. Returns how many nodes were replaced."""
+    replaced = 0
+    sizes = _size_inputs(gm.graph)
+    for node in list(gm.graph.nodes):
+        if node.target is aten.index_put.default:
+            new = _static_index_put(node, context)
+        elif node.target in _CREATORS:
+            new = _creator(node, sizes)
+        elif node.target is aten.sym_size.int:
+            new = sizes.get(str(node.meta["val"]))
+        else:
+            continue
+        if new is not None:
+            node.replace_all_uses_with(new)
+            gm.graph.erase_node(node)
+            replaced += 1
+    return replaced
+
+
+def _size_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Graph inputs that hold a dynamic size, by the symbol they hold."""
+    return {
+        str(node.meta["val"]): node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.SymInt)
+    }
+
+
+def _creator(node: fx.Node, sizes: dict[str, fx.Node]) -> fx.Node | None:
+    value = node.meta["val"]
+    shape: list[int | fx.Node] = []
+    for size in value.shape:
+        if isinstance(size, int):
+            shape.append(size)
+        elif str(size) in sizes:
+            shape.append(sizes[str(size)])
+        else:
+            return None
+    fill: Any = _CREATORS[node.target]  # type: ignore[index]
+    if fill is None:
+        fill = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]
+    if isinstance(fill, fx.Node) or not value.is_contiguous():
+        return None
+    new = call(
+        node, aten.full.default, shape, fill, dtype=value.dtype, layout=value.layout, device=value.device
+    )
+    return new if same_layout(new, node) else None
+
+
+def _static_index_put(node: fx.Node, context: PassContext) -> fx.Node | None:
+    x, indices, values, *accumulate = node.args
+    mask = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
+    if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool:
+        return None
+    assert isinstance(x, fx.Node)
+    assert isinstance(values, fx.Node)
+    leading = mask.meta["val"].ndim
+    rest = x.meta["val"].shape[leading:]
+    if any(accumulate) or mask.meta["val"].shape != x.meta["val"].shape[:leading]:
+        context.note("canonicalize", f"{node.name}: boolean index write left: {_why(accumulate)}")
+        return None
+
+    chain = _exact_chain(values, x, mask)
+    if chain is None and not _broadcasts(values.meta["val"].shape, rest):
+        context.note("canonicalize", f"{node.name}: boolean index write left: values depend on the row")
+        return None
+
+    wide = mask
+    for _ in rest:
+        wide = call(node, aten.unsqueeze.default, wide, -1)
+    if chain is None:
+        new = _fill(node, x, wide, values)
+    else:
+        scaled = x
+        for step in reversed(chain):
+            operands = tuple(scaled if a is step.args[0] else a for a in step.args)
+            scaled = call(node, step.target, *operands, **step.kwargs)  # type: ignore[arg-type]
+        new = call(node, aten.where.self, wide, scaled, x)
+    if not same_layout(new, node):
+        context.note("canonicalize", f"{node.name}: boolean index write left: the layout would change")
+        return None
+    return new
+
+
+def _why(accumulate: list[Any]) -> str:
+    return "it accumulates" if any(accumulate) else "the mask does not cover the leading dimensions"
+
+
+def _broadcasts(shape: torch.Size, rest: torch.Size) -> bool:
+    """Whether values of ``shape`` are the same for every row of trailing shape ``rest``."""
+    if len(shape) > len(rest):
+        return False
+    return all(s == 1 or s == r for s, r in zip(reversed(shape), reversed(rest), strict=False))
+
+
+def _fill(node: fx.Node, x: fx.Node, wide: fx.Node, values: fx.Node) -> fx.Node:
+    """A constant goes in as a number: ``masked_fill`` with a tensor would read it on the host."""
+    if values.target is aten.full.default and not isinstance(values.args[1], fx.Node):
+        return call(node, aten.masked_fill.Scalar, x, wide, values.args[1])
+    return call(node, aten.where.self, wide, values, x)
+
+
+def _exact_chain(values: fx.Node, x: fx.Node, mask: fx.Node) -> list[fx.Node] | None:
+    """The operations from ``x[mask]`` to ``values``, last first, if all are exact and take only scalars."""
+    chain: list[fx.Node] = []
+    node = values
+    while node.target in _EXACT:
+        source = node.args[0]
+        others = [a for a in node.args[1:] if isinstance(a, fx.Node)]
+        if not isinstance(source, fx.Node) or any(o.meta["val"].ndim for o in others):
+            return None
+        if node.meta["val"].dtype != x.meta["val"].dtype:
+            return None
+        chain.append(node)
+        node = source
+    if node.target is not aten.index.Tensor or node.args[0] is not x or list(node.args[1]) != [mask]:  # type: ignore[arg-type]
+        return None
+    return chain

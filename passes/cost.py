@@ -1,0 +1,58 @@
+"""What a graph costs: operations, FLOPs, bytes. Exact counts, read off the nodes' fake values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from .effects import host_read, is_size, is_view
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether the node does work when run: a call that is no view, no unpacking and no size arithmetic."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not is_view(node) and not is_size(node)
+
+
+def operations(gm: fx.GraphModule) -> int:
+    """Number of operations, which in eager mode is the number of kernels launched or more."""
+    return sum(is_operation(node) for node in gm.graph.nodes)
+
+
+def flops(gm: fx.GraphModule) -> int:
+    """Floating-point operations of matrix products, convolutions and attention, by PyTorch's own formulas
+    (``torch.utils.flop_counter``: a multiply-add counts two). Dynamic sizes count at their hint."""
+    return sum(_node_flops(node) for node in gm.graph.nodes)
+
+
+def _node_flops(node: fx.Node) -> int:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return 0
+    packet = target.overloadpacket
+    # PyTorch counts every attention kernel but the CPU's, which takes the same arguments.
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        packet = torch.ops.aten._scaled_dot_product_flash_attention
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def tensor_bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the nodes' tensors."""
+    values = (n.meta["val"] for n in nodes)
+    return sum(int(v.numel()) * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def host_reads(gm: fx.GraphModule) -> list[str]:
+    """Names of the calls that make the host wait for a value."""
+    return [f"{node.name} ({node.target})" for node in gm.graph.nodes if host_read(node)]

@@ -1,0 +1,55 @@
+"""Common subexpression elimination: one node where the graph computes the same thing twice.
+
+Legality: two pure calls of one operator with identical arguments give identical bits, so the second may be
+replaced by the first. *Identical* is meant literally: ``0.0``, ``-0.0``, ``0`` and ``False`` are equal in
+Python and different to a kernel, so constants are compared by type and ``repr``. Random and writing calls are
+never merged. A value that leaves the graph, or that shares memory with one that does, is left alone: the
+caller may write into it, and the two results were separate tensors in the model.
+
+(``torch._functorch.compile_utils.fx_graph_cse`` merges ``randn_like`` calls and mixes up the zeros, which is
+why it is not used here.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .context import PassContext
+from .effects import pinned_reason, storage_owner
+
+
+def _identity(argument: Any) -> Any:
+    """A hashable key that two arguments share only if a kernel cannot tell them apart."""
+    if isinstance(argument, fx.Node):
+        return argument
+    if isinstance(argument, (list, tuple)):
+        return tuple(_identity(a) for a in argument)
+    if isinstance(argument, dict):
+        return tuple((k, _identity(v)) for k, v in sorted(argument.items()))
+    return type(argument), repr(argument)
+
+
+def _mergeable(node: fx.Node) -> bool:
+    # Uninitialised memory is no value: two of them are two buffers.
+    empty = getattr(node.target, "overloadpacket", None) in (torch.ops.aten.empty, torch.ops.aten.empty_like)
+    return node.op == "call_function" and not empty and pinned_reason(node) is None
+
+
+def eliminate_common_subexpressions(gm: fx.GraphModule, context: PassContext) -> int:
+    """Merge equal calls in place. Returns how many nodes went."""
+    (output,) = gm.graph.find_nodes(op="output")
+    leaving = {storage_owner(node) for node in output.all_input_nodes}
+    seen: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(gm.graph.nodes):
+        if not _mergeable(node) or storage_owner(node) in leaving:
+            continue
+        first = seen.setdefault((node.target, _identity(node.args), _identity(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)
+            merged += 1
+    return merged

@@ -1,0 +1,138 @@
+"""The split: one graph becomes a program of stages, one for each binding time.
+
+The prologue is the ``MODEL`` and ``REQUEST`` stages, the schedule the ``SCHEDULE`` and ``REQUEST_SCHEDULE``
+stages, the body the ``STEP`` stage. A stage computes the nodes of its time that someone needs, and makes again
+the views, casts and sizes of earlier values (:mod:`dithoist.passes.cut`).
+
+Legality: a hoisted node reads only values of earlier or equal time (the join), so every stage finds its inputs
+in graph inputs, in its own nodes or in held values of stages that ran before it. Nodes keep their order
+inside a stage, so random calls and writes, all of them in the body, happen in the model's order. A held value
+may be read for many steps, so nobody outside may get hold of it: an output that is a held value, or a view of
+one, leaves the body as a copy. Graph inputs that leave as outputs are left alone: sharing memory with the
+caller's tensor is what the model did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .binding_time import HOISTED, BindingTime, binding_time
+from .context import PassContext
+from .cut import choose_held, is_input
+from .edit import call
+from .effects import pinned_reason, storage_owner
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a program.
+
+    Attributes:
+        time: when the stage can run.
+        module: its graph. Placeholders are ``inputs`` in order; it returns ``outputs`` in order (the body
+            returns what the whole graph returned).
+        inputs: names of the graph inputs and held values it reads.
+        outputs: names of the held values it makes; empty for the body.
+        depends: names of the graph inputs, weights aside, that decide the outputs, directly or through held
+            values. Narrower than what earlier stages read: two calls that agree on these share the outputs.
+    """
+
+    time: BindingTime
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    depends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A denoiser's graph, split by binding time.
+
+    Attributes:
+        placeholders: inputs of the whole graph, in calling order.
+        labels: binding time of each of them.
+        stages: the hoisted stages that have work to do, in the order they run.
+        body: what is left for every step.
+    """
+
+    placeholders: tuple[str, ...]
+    labels: dict[str, BindingTime]
+    stages: tuple[Stage, ...]
+    body: Stage
+
+
+def split(gm: fx.GraphModule, context: PassContext) -> Program:
+    """Split an analysed graph. ``gm`` itself is only changed by the copies its outputs need."""
+    _copy_held_outputs(gm, context)
+    held = choose_held(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    stages = []
+    for time in HOISTED:
+        outputs = [n for n in held if binding_time(n) == time]
+        if outputs:
+            stages.append(_stage(gm, time, outputs, held))
+            context.count(f"held_{time.label}", len(outputs))
+    (output,) = gm.graph.find_nodes(op="output")
+    effects = [n for n in gm.graph.nodes if pinned_reason(n) is not None]
+    return Program(
+        placeholders=tuple(n.name for n in placeholders),
+        labels={n.name: binding_time(n) for n in placeholders},
+        stages=tuple(stages),
+        body=_stage(gm, BindingTime.STEP, [*effects, output], held),
+    )
+
+
+def _copy_held_outputs(gm: fx.GraphModule, context: PassContext) -> None:
+    (output,) = gm.graph.find_nodes(op="output")
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in output.all_input_nodes:
+        owner = storage_owner(node)
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        if is_tensor and not is_input(owner) and binding_time(owner) != BindingTime.STEP:
+            copies[node] = call(output, torch.ops.aten.clone.default, node)
+            copies[node].meta["binding_time"] = BindingTime.STEP
+            context.note("split", f"output {node.name} is known before the loop: the caller gets a copy")
+    output.args = fx.node.map_arg(output.args, lambda n: copies.get(n, n))
+
+
+def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: Iterable[fx.Node]) -> Stage:
+    external = {n for n in held if binding_time(n) != time}
+    needed = _needed(outputs, external)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = [n for n in gm.graph.nodes if n in needed and (n.op == "placeholder" or n in external)]
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    if time != BindingTime.STEP:
+        graph.output(tuple(env[n] for n in outputs)).meta["binding_time"] = time
+    graph.lint()
+    module = fx.GraphModule(gm, graph, class_name=f"{time.label.title().replace('+', '')}Stage")
+    names = () if time == BindingTime.STEP else tuple(n.name for n in outputs)
+    sources = _needed(outputs, set())
+    depends = tuple(
+        n.name
+        for n in gm.graph.find_nodes(op="placeholder")
+        if n in sources and binding_time(n) != BindingTime.MODEL
+    )
+    return Stage(time, module, tuple(n.name for n in inputs), names, depends)
+
+
+def _needed(outputs: list[fx.Node], external: set[fx.Node]) -> set[fx.Node]:
+    """Everything ``outputs`` read, up to graph inputs and the held values of other stages."""
+    needed: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in external:
+                stack.extend(node.all_input_nodes)
+    return needed

@@ -1,0 +1,183 @@
+"""Our back end for ``torch.compile``: Dynamo's graph, through AOTAutograd, into a staged graph.
+
+``torch.compile(model, backend="dithoist")`` finds :func:`dithoist_backend` by entry point and uses the default
+labels. :func:`dithoist.compile_denoiser` makes one back end for each denoiser with :func:`make_backend`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from ..models.families import default_label
+from ..passes import BindingTime, PassContext
+from . import env
+from .settings import Settings
+from .staged import GraphInput, StagedGraph
+from .state import DenoiserState
+
+_ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
+
+_dump_numbers = itertools.count(1)
+
+
+def dithoist_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """Entry point for ``torch.compile(model, backend="dithoist", options={...})``.
+
+    ``options`` are those of :class:`dithoist.runtime.settings.Settings`, such as ``{"backend": "eager"}``.
+    """
+    settings = Settings(**options.get("options") or {})
+    return make_backend(DenoiserState("torch.compile", settings))(gm, example_inputs)
+
+
+def make_backend(state: DenoiserState) -> Compiler:
+    """A back end that keeps what it compiled in ``state``."""
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if env.disabled():
+            return gm.forward
+        captured = [_captured_input(node, state) for node in gm.graph.find_nodes(op="placeholder")]
+
+        def compile_inference(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
+            return _compile(aot, captured, state)
+
+        def compile_training(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
+            state.fall_back("gradients are enabled; call the model under torch.no_grad()")
+            return make_boxed_func(aot.forward)
+
+        run = aot_autograd(fw_compiler=compile_training, inference_compiler=compile_inference)
+        return run(gm, example_inputs)
+
+    return backend
+
+
+def _captured_input(node: fx.Node, state: DenoiserState) -> tuple[str, BindingTime]:
+    """Name for people and label of a placeholder of Dynamo's graph."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    name = getattr(source, "name", node.name)
+    name = name() if callable(name) else str(name)
+    match = _ARGUMENT.match(name)
+    if isinstance(value, (torch.SymInt, int)):
+        return name, BindingTime.REQUEST
+    if match is None or match["local"] == "self":  # Attributes of the model and globals.
+        return _weight_name(name), BindingTime.MODEL
+    argument = match["local"]
+    if argument == "kwargs" and match["key"]:
+        argument = match["key"]
+    elif argument == "args" and match["index"]:
+        position = int(match["index"])
+        argument = state.arguments[position] if position < len(state.arguments) else argument
+    if argument.startswith("___"):  # A value on Dynamo's stack after a graph break: made by the model itself.
+        return name, BindingTime.STEP
+    return argument, state.labels.get(argument, default_label(argument))
+
+
+def _weight_name(source: str) -> str:
+    """``transformer_blocks.0.norm1.linear.weight`` from Dynamo's source of a parameter."""
+    parts = re.findall(r"\['([^']+)'\]|\.(?!_modules|_parameters|_buffers|__dict__)(\w+)", source)
+    names = [a or b for a, b in parts if (a or b) not in ("self", "_modules", "_parameters", "_buffers")]
+    return ".".join(names) or source
+
+
+def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state: DenoiserState) -> Any:
+    """AOTAutograd's inference graph, staged; or as it is, if our compiler fails."""
+    try:
+        inputs = [_graph_input(node, captured) for node in aot.graph.find_nodes(op="placeholder")]
+        _pin_written_weights(aot, inputs)
+        staged = StagedGraph(
+            aot,
+            inputs,
+            state.settings.resolve_backend(),
+            state.held,
+            context=lambda labels: PassContext(labels, verify=env.verify(), dump=_dumper(state)),
+        )
+    except Exception as error:
+        state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
+        return make_boxed_func(aot.forward)
+    state.add_graph(staged)
+    return _Guarded(staged, aot, state)
+
+
+def _graph_input(node: fx.Node, captured: list[tuple[str, BindingTime]]) -> GraphInput:
+    """AOTAutograd says which of Dynamo's inputs each of its own is; what it made itself is ``STEP``."""
+    index = getattr(node.meta.get("desc"), "idx", None)
+    if index is None or index >= len(captured):
+        return GraphInput(node.name, node.name, BindingTime.STEP)
+    name, label = captured[index]
+    node._rename(name)  # Dumps and reports then speak of hidden_states rather than arg0_1.
+    return GraphInput(node.name, name, label)
+
+
+def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
+    """A buffer the model writes at each call (a step counter, say) is known only at the step."""
+    (output,) = aot.graph.find_nodes(op="output")
+    written = set()
+    for desc in output.meta.get("desc", ()):
+        index = getattr(getattr(desc, "mutated_input", None), "idx", None)
+        if index is not None:
+            written.add(index)
+    for position, node in enumerate(aot.graph.find_nodes(op="placeholder")):
+        if (
+            getattr(node.meta.get("desc"), "idx", None) in written
+            and inputs[position].label == BindingTime.MODEL
+        ):
+            inputs[position] = GraphInput(node.name, inputs[position].name, BindingTime.STEP)
+
+
+class _Guarded:
+    """Runs a staged graph; if our run time fails, the graph as it was captured.
+
+    The graph is functional and AOTAutograd writes inputs back only afterwards, so running it again is safe.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, staged: StagedGraph, aot: fx.GraphModule, state: DenoiserState) -> None:
+        self._staged: StagedGraph | None = staged
+        self._aot = aot
+        self._state = state
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._staged is not None:
+            try:
+                return self._staged(args)
+            except Exception as error:
+                # What the model itself raises is raised again here, and the staged graph stays.
+                result = self._aot.forward(*args)
+                self._staged = None
+                self._state.fall_back(f"a staged graph failed: {type(error).__name__}: {error}", error)
+                return result
+        return self._aot.forward(*args)
+
+
+def _dumper(state: DenoiserState) -> Callable[[str, fx.GraphModule], None] | None:
+    folder = env.dump_dir()
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def dump(title: str, gm: fx.GraphModule) -> None:
+        gm.recompile()
+        text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+        number = next(_dump_numbers)
+        (folder / f"{number:04}_{state.name}_{title}.py").write_text(text)
+
+    return dump
+
+
+def forward_arguments(module: torch.nn.Module) -> list[str]:
+    """Names of the arguments ``module.forward`` takes, without ``self`` and ``**kwargs``."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    signature = inspect.signature(type(module).forward)
+    return [p.name for p in list(signature.parameters.values())[1:] if p.kind not in kinds]

@@ -1,0 +1,78 @@
+"""Held values, bounded by bytes, least recently used out first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+Values = tuple[Any, ...]
+
+
+def tensor_bytes(values: Sequence[Any]) -> int:
+    """Bytes of memory the tensors keep alive, each storage once."""
+    storages = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+class HeldValues:
+    """A bounded map from a key to the values one run of a stage gave.
+
+    An entry appears only when it is whole. One that is larger than the bound is not kept: its stage runs
+    again at each call, which costs time and never a number.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        self._entries: OrderedDict[Hashable, tuple[Values, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Hashable) -> Values | None:
+        """The entry's values, now the most recently used, or ``None``."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.misses += 1
+            return None
+        self._entries.move_to_end(key)
+        self.hits += 1
+        return entry[0]
+
+    def put(self, key: Hashable, values: Values) -> None:
+        """Keep ``values``, dropping the least recently used entries over the bound."""
+        size = tensor_bytes(values)
+        if size > self.max_bytes:
+            self.evictions += 1
+            return
+        self._discard(key)
+        self._entries[key] = (values, size)
+        self.bytes += size
+        while self.bytes > self.max_bytes:
+            self._discard(next(iter(self._entries)))
+            self.evictions += 1
+
+    def drop(self, owner: Hashable) -> None:
+        """Forget every entry whose key's first part is ``owner``."""
+        for key in [k for k in self._entries if isinstance(k, tuple) and k[0] == owner]:
+            self._discard(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self.bytes = 0
+
+    def _discard(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.bytes -= entry[1]

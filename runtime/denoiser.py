@@ -1,0 +1,142 @@
+"""``compile_denoiser``: one module, compiled in place, and the way back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
+
+from ..models.families import argument_labels
+from . import env
+from .backend import forward_arguments, make_backend
+from .settings import Backend, Settings, parse_labels
+from .state import DenoiserState
+
+
+class CompiledDenoiser:
+    """What a compiled module calls instead of ``_call_impl`` (as ``nn.Module.compile`` arranges it).
+
+    The module itself stays in place, so ``config``, ``dtype``, saving and LoRA loading go on working, and
+    copying or pickling it leaves this object behind.
+    """
+
+    def __init__(self, module: torch.nn.Module, state: DenoiserState) -> None:
+        self.module = module
+        self.state = state
+        self.previous: Callable[..., Any] | None = None
+        self._broken = False
+        options: dict[str, Any] = {"backend": make_backend(state), "dynamic": state.settings.dynamic}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            # Two denoisers of one class share code; their recompiles must not count against each other.
+            options["isolate_recompiles"] = True
+        self._compiled = torch.compile(module._call_impl, **options)
+
+    def install(self) -> None:
+        """Make the module call this object."""
+        self.previous = self.module._compiled_call_impl
+        self.module._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """Leave the module as it was before :meth:`install` and free what is held."""
+        self.module._compiled_call_impl = self.previous
+        self.state.held.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._broken or not self._applies():
+            return self.module._call_impl(*args, **kwargs)
+        try:
+            # Boolean indices give data-dependent shapes; canonicalisation makes them static.
+            with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+                return self._compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            # An error of the model's own is raised again here, in its own words.
+            result = self.module._call_impl(*args, **kwargs)
+            self._broken = True
+            self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
+            return result
+
+    def _applies(self) -> bool:
+        if env.disabled():
+            return False
+        if self.module.training:
+            self.state.fall_back("it is in training mode; call .eval() on it")
+            return False
+        if torch.is_grad_enabled():
+            self.state.fall_back("gradients are enabled; call it under torch.no_grad()")
+            return False
+        return True
+
+
+def compiled_denoiser(module: object) -> CompiledDenoiser | None:
+    """The wrapper of a compiled module, or ``None``."""
+    wrapper = getattr(module, "_compiled_call_impl", None)
+    return wrapper if isinstance(wrapper, CompiledDenoiser) else None
+
+
+def prepare_denoiser(
+    module: torch.nn.Module, name: str, settings: Settings, labels: dict[str, str] | None = None
+) -> CompiledDenoiser:
+    """Check everything about ``module`` and make its wrapper, without touching the module.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Module``.
+        ValueError: it was wrapped by ``torch.compile``, or ``labels`` name what does not exist.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise ValueError(f"{name} was wrapped by torch.compile; pass the original module (its ._orig_mod)")
+    arguments = forward_arguments(module)
+    chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
+    weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    return CompiledDenoiser(module, DenoiserState(name, settings, chosen, arguments, weight_bytes))
+
+
+def compile_denoiser(
+    module: torch.nn.Module,
+    labels: dict[str, str] | None = None,
+    *,
+    backend: Backend = "inductor",
+    dynamic: bool | None = None,
+    strict: bool = False,
+    max_cached_bytes: int | None = None,
+) -> torch.nn.Module:
+    """Compile a denoiser in place, for a loop of your own.
+
+    Args:
+        module: called once a step under ``torch.no_grad()`` or ``torch.inference_mode()``, in ``eval`` mode.
+        labels: when each argument of ``forward`` changes, by name: ``"model"``, ``"request"``, ``"schedule"``
+            or ``"step"``. Arguments left out follow the family's labels or the default rule. A wrong label
+            costs speed, never a number.
+        backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched module) or
+            anything else ``torch.compile`` accepts.
+        dynamic: as in ``torch.compile``.
+        strict: raise where the default falls back to the untouched module with a warning.
+        max_cached_bytes: bound on held values; ``None`` is a quarter of the weights, at least 256 MiB.
+
+    Returns:
+        ``module`` itself. Calling this again with the same options changes nothing.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``backend`` neither a name nor a callable.
+        ValueError: an option or label that does not exist; the message names the close ones.
+    """
+    settings = Settings(backend, dynamic, strict, max_cached_bytes)
+    replace_denoisers([prepare_denoiser(module, type(module).__name__, settings, labels)])
+    return module
+
+
+def replace_denoisers(wrappers: list[CompiledDenoiser]) -> None:
+    """Install wrappers, each in the place of an earlier one of ours; keep an equal earlier one."""
+    for wrapper in wrappers:
+        earlier = compiled_denoiser(wrapper.module)
+        if earlier is not None:
+            same = earlier.state.settings == wrapper.state.settings
+            if same and earlier.state.labels == wrapper.state.labels:
+                continue
+            earlier.remove()
+        wrapper.install()

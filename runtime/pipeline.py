@@ -1,0 +1,119 @@
+"""``compile_pipeline``: every denoiser of a diffusers pipeline, and ``restore``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import torch
+
+from .denoiser import (
+    CompiledDenoiser,
+    compiled_denoiser,
+    prepare_denoiser,
+    replace_denoisers,
+)
+from .settings import Backend, Settings
+
+P = TypeVar("P")
+
+_DENOISER = re.compile(r"(.*_)?transformer(_\d+)?")
+
+
+def find_denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
+    """A pipeline's denoisers by component name: ``transformer``, ``transformer_2``,
+    ``unconditional_transformer`` and the like.
+
+    Raises:
+        TypeError: ``pipe`` is no diffusers pipeline.
+        ValueError: it has no scheduler or no diffusion transformer.
+    """
+    components = getattr(pipe, "components", None)
+    if isinstance(pipe, torch.nn.Module) or not isinstance(components, dict):
+        raise TypeError(
+            f"pipe must be a diffusers DiffusionPipeline, not {type(pipe).__name__}; "
+            "for a module in a loop of your own use compile_denoiser(module)"
+        )
+    title = type(pipe).__name__
+    if components.get("scheduler") is None:
+        raise ValueError(f"{title} has no scheduler, so there is no denoising loop; set pipe.scheduler first")
+    found = {
+        name: module
+        for name, module in components.items()
+        if _DENOISER.fullmatch(name) and isinstance(module, torch.nn.Module)
+    }
+    if not found:
+        unet = " (a UNet is not supported)" if components.get("unet") is not None else ""
+        raise ValueError(
+            f"{title} has no diffusion transformer{unet}: its components are {', '.join(sorted(components))}; "
+            "supported are components named 'transformer', 'transformer_2', 'unconditional_transformer' ..."
+        )
+    return found
+
+
+def compile_pipeline(
+    pipe: P,
+    *,
+    backend: Backend = "inductor",
+    dynamic: bool | None = None,
+    strict: bool = False,
+    max_cached_bytes: int | None = None,
+) -> P:
+    """Compile the denoisers of a diffusers pipeline in place; call the pipeline as before.
+
+    The first call captures and compiles. Work that cannot change between steps then runs once per model,
+    request or schedule.
+
+    Args:
+        pipe: a diffusers ``DiffusionPipeline`` with a diffusion transformer.
+        backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched pipeline) or
+            anything else ``torch.compile`` accepts.
+        dynamic: as in ``torch.compile``.
+        strict: raise where the default falls back to the untouched module with a warning.
+        max_cached_bytes: bound on held values per denoiser; ``None`` is a quarter of its weights, at least
+            256 MiB.
+
+    Returns:
+        ``pipe`` itself. Calling this again with the same options changes nothing; with others, the new ones
+        take effect.
+
+    Raises:
+        TypeError, ValueError: bad arguments, before anything is changed; the message names the fix.
+    """
+    settings = Settings(backend, dynamic, strict, max_cached_bytes)
+    denoisers = find_denoisers(pipe)
+    replace_denoisers([prepare_denoiser(module, name, settings) for name, module in denoisers.items()])
+    return pipe
+
+
+def compiled_denoisers(target: Any) -> list[CompiledDenoiser]:
+    """The compiled denoisers of a pipeline or module.
+
+    Raises:
+        TypeError: ``target`` is neither.
+        ValueError: nothing in it is compiled.
+    """
+    modules = [target] if isinstance(target, torch.nn.Module) else list(find_denoisers(target).values())
+    found = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
+    if not found:
+        raise ValueError(
+            f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first"
+        )
+    return found
+
+
+def restore(target: P) -> P:
+    """Undo ``compile_pipeline`` or ``compile_denoiser``: the modules are exactly what they were.
+
+    Args:
+        target: the compiled pipeline or module.
+
+    Returns:
+        ``target`` itself.
+
+    Raises:
+        ValueError: it was never compiled.
+    """
+    for wrapper in compiled_denoisers(target):
+        wrapper.remove()
+    return target

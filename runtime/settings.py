@@ -1,0 +1,86 @@
+"""What the user chose, checked before anything is changed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.exc import InvalidBackend
+
+from ..passes import TIMES, BindingTime
+
+Backend = str | Callable[..., Any]
+
+_LABELS = {t.label: t for t in TIMES if t is not BindingTime.REQUEST_SCHEDULE}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options shared by ``compile_pipeline`` and ``compile_denoiser``.
+
+    Attributes:
+        backend: compiles the stages: ``"inductor"``, ``"eager"`` (bitwise equal to the untouched model), any
+            other name or callable that ``torch.compile`` accepts.
+        dynamic: as in ``torch.compile``.
+        strict: raise where the default would fall back to the untouched module with a warning.
+        max_cached_bytes: bound on what is held between calls, per denoiser; ``None`` is a quarter of the
+            denoiser's own weights, at least 256 MiB.
+    """
+
+    backend: Backend = "inductor"
+    dynamic: bool | None = None
+    strict: bool = False
+    max_cached_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backend, str):
+            known = [*torch.compiler.list_backends(exclude_tags=()), "eager"]
+            if self.backend == "dithoist":
+                raise ValueError(
+                    "backend='dithoist' would compile with itself; name the back end for its stages"
+                )
+            if self.backend not in known:
+                raise ValueError(f"backend={self.backend!r} is unknown{close_matches(self.backend, known)}")
+        elif not callable(self.backend):
+            raise TypeError(f"backend must be a name or a callable, not {type(self.backend).__name__}")
+        if self.max_cached_bytes is not None and self.max_cached_bytes < 0:
+            raise ValueError(
+                f"max_cached_bytes={self.max_cached_bytes} must be at least 0, or None for the default"
+            )
+
+    def resolve_backend(self) -> Callable[..., Any]:
+        """The back end as a function of a graph and its example inputs."""
+        if callable(self.backend):
+            return self.backend
+        try:
+            return torch._dynamo.lookup_backend(self.backend)
+        except InvalidBackend as error:
+            raise ValueError(f"backend={self.backend!r} cannot be loaded: {error}") from error
+
+
+def parse_labels(labels: dict[str, str] | None, arguments: Iterable[str]) -> dict[str, BindingTime]:
+    """Binding times by argument name, from the user's ``{"t": "schedule", "x": "step"}``.
+
+    Raises:
+        ValueError: an argument ``forward`` does not take, or a binding time that does not exist.
+    """
+    known = list(arguments)
+    parsed: dict[str, BindingTime] = {}
+    for name, label in (labels or {}).items():
+        if name not in known:
+            raise ValueError(f"labels[{name!r}]: forward has no such argument{close_matches(name, known)}")
+        if label not in _LABELS:
+            raise ValueError(f"labels[{name!r}]={label!r} is no binding time{close_matches(label, _LABELS)}")
+        parsed[name] = _LABELS[label]
+    return parsed
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'? (known: ...)`` for an error message."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"{hint} (known: {', '.join(names)})"

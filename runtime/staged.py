@@ -1,0 +1,247 @@
+"""The staged graph: runs a split program, each stage as seldom as its inputs allow.
+
+A call goes through the hoisted stages in order. Each has a key: the weights' epoch and the tokens of the inputs
+its values depend on (:mod:`dithoist.runtime.identity`). If values are held under that key they are used,
+otherwise the stage runs and its values are held from then on. Then the body runs. Keys name only the inputs a
+stage really depends on, so rows that depend on the timestep alone serve both guidance branches and later
+prompts, and rows that also depend on the picture's size serve both branches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+
+from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program
+from .cache import HeldValues, Values
+from .identity import InputIdentity, WeightsIdentity
+
+DEMOTE_AFTER = 4
+"""A request input that changed in this many steps in a row is treated as one that changes every step."""
+
+_MAX_BRANCHES = 8
+_graph_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder of a captured graph: its node name, the name for people, and when it is known."""
+
+    node: str
+    name: str
+    label: BindingTime
+
+
+@dataclass
+class _Progress:
+    """How far the generation of one guidance branch has come, in schedule tokens."""
+
+    last: Hashable = None
+    seen: set[Hashable] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _StageCall:
+    """A compiled stage: where in the call's values its inputs lie, and which inputs make its key."""
+
+    stage: Stage
+    function: Callable[..., Any]
+    indices: tuple[int, ...]
+    key_inputs: tuple[int, ...]
+
+    def run(self, values: list[Any]) -> Any:
+        return self.function(*[values[i] for i in self.indices])
+
+
+def compile_stage(stage: Stage, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand one stage to the chosen back end, as ``torch.compile`` would."""
+    examples = [n.meta["val"] for n in stage.module.graph.find_nodes(op="placeholder")]
+    # A context of its own: the one around us describes the whole graph, not this stage.
+    with tracing(TracingContext(detect_fake_mode(examples))):
+        function = backend(stage.module, examples)
+    assert callable(function)
+    return function  # type: ignore[no-any-return]
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own; constants are shared."""
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {})
+    graph.output(output)
+    return fx.GraphModule(gm, graph)
+
+
+class StagedGraph:
+    """A captured graph that is called like it, with the flat list of its inputs, and does less work."""
+
+    _boxed_call = True  # AOTAutograd then passes one list and unpacks nothing.
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: list[GraphInput],
+        backend: Callable[..., Any],
+        held: HeldValues,
+        *,
+        context: Callable[[dict[str, BindingTime]], PassContext] = PassContext,
+    ) -> None:
+        """Split and compile.
+
+        Args:
+            gm: functional graph of ATen operations with fake values; it is not changed.
+            inputs: its placeholders in order.
+            backend: compiles each stage.
+            held: where held values live; may be shared with other graphs.
+            context: makes the passes' context from the labels by node name.
+        """
+        self.inputs = {i.node: i for i in inputs}
+        self.labels = {i.node: i.label for i in inputs}
+        self.demoted: list[str] = []
+        self.calls = 0
+        self.stage_runs = dict.fromkeys(TIMES, 0)
+        self.number = next(_graph_numbers)
+        weakref.finalize(self, held.drop, self.number)
+        self.source = gm
+        self._backend = backend
+        self._held = held
+        self._make_context = context
+        self._lock = threading.RLock()
+        self._build()
+
+    def _build(self) -> None:
+        """(Re)build program and stages from the captured graph and the labels as they are now."""
+        gm = copy_graph(self.source)
+        self.context = self._make_context(self.labels)
+        self.program: Program = build_program(gm, self.context)
+        self.analysed = gm
+        position = {name: i for i, name in enumerate(self.program.placeholders)}
+        self._weights = [
+            position[name]
+            for name in self.program.placeholders
+            if self.labels[name] == BindingTime.MODEL and any(name in s.inputs for s in self.program.stages)
+        ]
+        self._stages: list[_StageCall] = []
+        for stage in self.program.stages:
+            self._stages.append(self._stage_call(stage, position))
+            position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
+        self._body = self._stage_call(self.program.body, position)
+        keyed = sorted({i for s in self._stages for i in s.key_inputs})
+        self._identities = {
+            i: InputIdentity(read_device=self.labels[self.program.placeholders[i]] == BindingTime.SCHEDULE)
+            for i in keyed
+        }
+        self._request_inputs = self._keyed_with(BindingTime.REQUEST)
+        self._schedule_inputs = self._keyed_with(BindingTime.SCHEDULE)
+        self._weights_identity = WeightsIdentity()
+        self._progress: dict[Hashable, _Progress] = {}
+        self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
+        self._changes = dict.fromkeys(self._request_inputs, 0)
+        self._last_schedule: Hashable = None
+
+    def _stage_call(self, stage: Stage, position: dict[str, int]) -> _StageCall:
+        return _StageCall(
+            stage,
+            compile_stage(stage, self._backend),
+            tuple(position[name] for name in stage.inputs),
+            tuple(position[name] for name in stage.depends),
+        )
+
+    def _keyed_with(self, label: BindingTime) -> tuple[int, ...]:
+        return tuple(i for i in self._identities if self.labels[self.program.placeholders[i]] == label)
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Outputs of the whole graph for these inputs."""
+        values = list(args)
+        self.calls += 1
+        # Held values are never written, so only finding and making them is serialised; bodies run in parallel.
+        with self._lock:
+            for call, key in self._keys(values):
+                values.extend(self._obtain(call, key, values))
+        self.stage_runs[BindingTime.STEP] += 1
+        return self._body.run(values)
+
+    def _keys(self, values: list[Any]) -> list[tuple[_StageCall, Hashable]]:
+        tokens = self._tokens(values)
+        if self._demote(tokens):
+            tokens = self._tokens(values)
+        request = tuple(tokens[i] for i in self._request_inputs)
+        schedule = tuple(tokens[i] for i in self._schedule_inputs)
+        weights = [values[i] for i in self._weights]
+        epoch = self._weights_identity.epoch
+        if self._weights_identity.check(weights, deep=self._starts_generation(request, schedule)) != epoch:
+            self._held.drop(self.number)
+        epoch = self._weights_identity.epoch
+        return [
+            (call, (self.number, call.stage.time, epoch, tuple(tokens[i] for i in call.key_inputs)))
+            for call in self._stages
+        ]
+
+    def _tokens(self, values: list[Any]) -> dict[int, Hashable]:
+        return {i: identity.token(values[i]) for i, identity in self._identities.items()}
+
+    def _obtain(self, call: _StageCall, key: Hashable, values: list[Any]) -> Values:
+        held = self._held.get(key)
+        if held is None:
+            held = tuple(call.run(values))
+            self.stage_runs[call.stage.time] += 1
+            self._held.put(key, held)
+        return held
+
+    def _starts_generation(self, request: Hashable, schedule: Hashable) -> bool:
+        """Whether this call begins a loop: a new request, or a schedule that goes back to an earlier step."""
+        progress = self._progress.get(request)
+        restarted = progress is not None and schedule != progress.last and schedule in progress.seen
+        if restarted or len(self._progress) >= _MAX_BRANCHES:
+            self._progress.clear()
+        if progress is None or restarted:
+            progress = self._progress[request] = _Progress()
+        starts = not progress.seen
+        progress.seen.add(schedule)
+        progress.last = schedule
+        return starts
+
+    def _demote(self, tokens: dict[int, Hashable]) -> bool:
+        """Treat request inputs that change at every step as step inputs. Returns whether there were any.
+
+        Only changes between steps count: a loop of one step with a new prompt each time is no evidence.
+        """
+        schedule = tuple(tokens[i] for i in self._schedule_inputs)
+        moved = schedule != self._last_schedule or not self._schedule_inputs
+        self._last_schedule = schedule
+        for i in self._request_inputs:
+            recent = self._recent[i]
+            if tokens[i] in recent:
+                self._changes[i] = 0
+            elif moved:
+                self._changes[i] += 1
+            recent.pop(tokens[i], None)
+            recent[tokens[i]] = None
+            if len(recent) > _MAX_BRANCHES:
+                del recent[next(iter(recent))]
+        changing = [i for i, n in self._changes.items() if n > DEMOTE_AFTER]
+        if not changing:
+            return False
+        for i in changing:
+            node = self.program.placeholders[i]
+            self.labels[node] = BindingTime.STEP
+            self.demoted.append(self.inputs[node].name)
+        self._held.drop(self.number)
+        self._build()
+        return True
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory of the private copies that inputs are compared with."""
+        return sum(i.bytes for i in self._identities.values())
+
+    @property
+    def host_reads(self) -> int:
+        """How often a key had to be read from an accelerator."""
+        return sum(i.host_reads for i in self._identities.values())

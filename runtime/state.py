@@ -1,0 +1,78 @@
+"""What one compiled denoiser remembers: its options, its graphs, what they hold, what went wrong."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch._guards import CompileContext
+
+from ..passes import BindingTime
+from .cache import HeldValues
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .staged import StagedGraph
+
+log = logging.getLogger("dithoist")
+
+DEFAULT_CACHED_BYTES = 256 * 2**20
+
+
+class DithoistWarning(UserWarning):
+    """A denoiser runs, in whole or in part, as it was; the message says why and what to do."""
+
+
+class DenoiserState:
+    """Shared by a denoiser's wrapper, its back end and its report."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        labels: Mapping[str, BindingTime] | None = None,
+        arguments: list[str] | None = None,
+        weight_bytes: int = 0,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.labels = dict(labels or {})
+        self.arguments = arguments or []
+        limit = settings.max_cached_bytes
+        self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
+        self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
+        self.fallbacks: list[str] = []
+        self._compiles: Counter[int | None] = Counter()
+
+    def add_graph(self, graph: StagedGraph) -> None:
+        """Keep a newly captured graph for the report (its owner is Dynamo's cache)."""
+        self.graphs.add(graph)
+        compile_id = CompileContext.current_compile_id()
+        self._compiles[compile_id.frame_id if compile_id else None] += 1
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs captured for a Python frame that had one already."""
+        return self._compiles.total() - len(self._compiles)
+
+    @property
+    def graph_breaks(self) -> int:
+        """Frames beyond the first that had to be captured: each begins where a graph broke."""
+        return max(len(self._compiles) - 1, 0)
+
+    def fall_back(self, reason: str, error: Exception | None = None) -> None:
+        """Remember, and say once, why something runs as it was.
+
+        Raises:
+            RuntimeError: with ``strict=True``.
+        """
+        if self.settings.strict:
+            raise RuntimeError(f"dithoist ({self.name}): {reason}") from error
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            log.debug("%s: %s", self.name, reason, exc_info=error)
+            warnings.warn(f"dithoist: {self.name} runs as it was: {reason}", DithoistWarning, stacklevel=3)
