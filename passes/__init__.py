@@ -12,17 +12,17 @@ from collections.abc import Callable
 from torch import fx
 
 from .binding_time import TIMES, BindingTime, binding_times, format_binding_times
-from .canonicalize import canonicalize
+from .canonicalize import canonicalize_graph
 from .context import PassContext
 from .cse import eliminate_common_subexpressions
 from .dead_code import eliminate_dead_code
-from .split import Program, Stage, split
+from .split import Program, Stage, split_by_binding_time
 from .verify import VerificationError, verify_graph, verify_program
 
 Pass = Callable[[fx.GraphModule, PassContext], int]
 
 PASSES: tuple[Pass, ...] = (
-    canonicalize,
+    canonicalize_graph,
     eliminate_common_subexpressions,
     eliminate_dead_code,
     binding_times,
@@ -51,7 +51,7 @@ def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, 
             context.dump(f"{name}_after", gm)
         if context.verify:
             verify_graph(gm, after=name)
-    program = split(gm, context)
+    program = split_by_binding_time(gm, context)
     if context.dump:
         for stage in (*program.stages, program.body):
             context.dump(f"split_{stage.time.label}", stage.module)
@@ -69,9 +69,13 @@ __all__ = [
     "Program",
     "Stage",
     "VerificationError",
+    "binding_times",
     "build_program",
+    "canonicalize_graph",
+    "eliminate_common_subexpressions",
+    "eliminate_dead_code",
     "format_binding_times",
-    "split",
+    "split_by_binding_time",
     "verify_graph",
     "verify_program",
 ]

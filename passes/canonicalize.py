@@ -49,7 +49,7 @@ _CREATORS: dict[OpOverload, float | None] = {
 }
 
 
-def canonicalize(gm: fx.GraphModule, context: PassContext) -> int:
+def canonicalize_graph(gm: fx.GraphModule, context: PassContext) -> int:
     """Apply the three rewrites in place. Returns how many nodes were replaced."""
     replaced = 0
     sizes = _size_inputs(gm.graph)
@@ -147,9 +147,23 @@ def _broadcasts(shape: torch.Size, rest: torch.Size) -> bool:
 
 def _fill(node: fx.Node, x: fx.Node, wide: fx.Node, values: fx.Node) -> fx.Node:
     """A constant goes in as a number: ``masked_fill`` with a tensor would read it on the host."""
-    if values.target is aten.full.default and not isinstance(values.args[1], fx.Node):
-        return call(node, aten.masked_fill.Scalar, x, wide, values.args[1])
-    return call(node, aten.where.self, wide, values, x)
+    number = _constant(values)
+    if number is None:
+        return call(node, aten.where.self, wide, values, x)
+    return call(node, aten.masked_fill.Scalar, x, wide, number)
+
+
+def _constant(node: fx.Node) -> bool | int | float | complex | None:
+    """The number a 0-dim value is known to be: ``full([], 2.5)``, or a tensor the model wrote as a literal."""
+    if node.meta["val"].ndim:
+        return None
+    if node.target is aten.full.default and not isinstance(node.args[1], fx.Node):
+        return node.args[1]  # type: ignore[return-value]
+    if node.target is aten.lift_fresh_copy.default and isinstance(node.args[0], fx.Node):
+        literal = getattr(node.graph.owning_module, str(node.args[0].target), None)
+        if node.args[0].op == "get_attr" and isinstance(literal, torch.Tensor) and literal.device.type == "cpu":
+            return literal.item()
+    return None
 
 
 def _exact_chain(values: fx.Node, x: fx.Node, mask: fx.Node) -> list[fx.Node] | None:

@@ -65,7 +65,7 @@ class Program:
     body: Stage
 
 
-def split(gm: fx.GraphModule, context: PassContext) -> Program:
+def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
     """Split an analysed graph. ``gm`` itself is only changed by the copies its outputs need."""
     _copy_held_outputs(gm, context)
     held = choose_held(gm)
@@ -93,7 +93,8 @@ def _copy_held_outputs(gm: fx.GraphModule, context: PassContext) -> None:
         owner = storage_owner(node)
         is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
         if is_tensor and not is_input(owner) and binding_time(owner) != BindingTime.STEP:
-            copies[node] = call(output, torch.ops.aten.clone.default, node)
+            copies[node] = call(node, torch.ops.aten.clone.default, node)
+            output.prepend(copies[node])
             copies[node].meta["binding_time"] = BindingTime.STEP
             context.note("split", f"output {node.name} is known before the loop: the caller gets a copy")
     output.args = fx.node.map_arg(output.args, lambda n: copies.get(n, n))

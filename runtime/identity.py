@@ -44,9 +44,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(bits), b.view(bits))
 
 
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in row-major order, without a copy where they lie so already."""
+    flat = value.detach().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # One element of an expanded tensor counts as contiguous and has stride 0.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def _small_token(value: torch.Tensor) -> Hashable:
-    data = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value.reshape(-1)
-    return value.dtype, tuple(value.shape), value.stride(), data.numpy().tobytes() if value.numel() else b""
+    return value.dtype, tuple(value.shape), value.stride(), _bytes(value).numpy().tobytes()
 
 
 class InputIdentity:
@@ -168,7 +175,7 @@ def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:
     Two passes at memory speed, and moving values about changes it (``torch.hash_tensor``, an exclusive or,
     would not see that). Integer sums wrap, so the result does not depend on the order of summation.
     """
-    data = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = _bytes(weight)
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() - data.numel() % _HASH_ROW

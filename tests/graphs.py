@@ -1,0 +1,59 @@
+"""Small graphs for tests: a Python function in, the functional ATen graph AOTAutograd makes of it out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+
+from dithoist.passes import BindingTime, PassContext
+
+
+def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:
+    """The inference graph of ``function``, its placeholders named after the function's arguments."""
+    found: list[fx.GraphModule] = []
+    names: list[str] = []
+
+    def keep(aot: fx.GraphModule, _: Any) -> Any:
+        for node in aot.graph.find_nodes(op="placeholder"):
+            node._rename(names[node.meta["desc"].idx])
+        aot.recompile()
+        found.append(aot)
+        return aot.forward
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        names.extend(n.name.removeprefix("l_").strip("_") for n in gm.graph.find_nodes(op="placeholder"))
+        return aot_autograd(fw_compiler=keep, inference_compiler=keep)(gm, examples)
+
+    with torch.no_grad(), dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+    (gm,) = found
+    return gm
+
+
+def context(**labels: str) -> PassContext:
+    """A context from ``x="step"``; verification on."""
+    times = {t.label: t for t in (BindingTime.MODEL, BindingTime.REQUEST, BindingTime.SCHEDULE)}
+    return PassContext({k: times.get(v, BindingTime.STEP) for k, v in labels.items()}, verify=True)
+
+
+def dit(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A DiT in four lines: a timestep row, a text projection, their sum, and a body."""
+    row = torch.sin(t).unsqueeze(0) @ w
+    prompt = text @ w
+    modulation = (row + prompt.mean(0)).to(x.dtype)
+    return x * modulation.expand_as(x) + prompt
+
+
+DIT_INPUTS = tuple(torch.ones(s) for s in ((2, 3), (3,), (2, 3), (3, 3)))
+DIT_LABELS = {"x": "step", "t": "schedule", "text": "request", "w": "model"}
+
+
+def text(source: str) -> str:
+    """A golden text as written in a test, without its indentation."""
+    return textwrap.dedent(source).strip()
