@@ -1,0 +1,93 @@
+"""A small denoiser and its untouched twin, for tests that ask for the same bits whatever happens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from random_graphs import bits_equal
+from torch import nn
+
+from dithoist import compile_denoiser, report
+from dithoist.runtime.report import DenoiserReport
+
+
+class TinyDit(nn.Module):
+    """Text projection (request), modulation (schedule), a masked prior (request), and a body."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.text_proj = nn.Linear(width, width)
+        self.modulation = nn.Linear(width, 2 * width)
+        self.body = nn.Linear(width, width)
+        self.register_buffer("frequencies", torch.linspace(0.1, 2.0, width))
+
+    def forward(
+        self, hidden_states: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        scale, shift = self.modulation(torch.sin(timestep[:, None] * self.frequencies)).chunk(2, dim=-1)
+        text = self.text_proj(encoder_hidden_states)
+        if mask is not None:
+            text = text.masked_fill(mask.unsqueeze(-1), 0.0)
+        hidden_states = hidden_states * (1 + scale[:, None]) + shift[:, None] + text.mean(1, keepdim=True)
+        return self.body(hidden_states)
+
+
+class Twins:
+    """A compiled module and a copy of it that stays as it was."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.untouched = module.eval()
+        self.compiled = copy.deepcopy(module)
+        compile_denoiser(self.compiled, backend="eager", strict=True, **options)
+
+    def check(self, *args: Any, **kwargs: Any) -> Any:
+        """Call both with equal arguments and equal random state; the results must have the same bits."""
+        with torch.no_grad():
+            state = torch.get_rng_state()
+            expected = self.untouched(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            actual = self.compiled(*args, **kwargs)
+            assert torch.equal(torch.get_rng_state(), after), "drew another number of random values"
+        _assert_same(actual, expected)
+        return actual
+
+    def both(self, change: Any) -> None:
+        """Apply ``change(module)`` to both."""
+        change(self.untouched)
+        change(self.compiled)
+
+    @property
+    def report(self) -> DenoiserReport:
+        return report(self.compiled).denoisers[0]
+
+    def runs(self, time: str) -> int:
+        """How often the stage of a binding time ran, over all graphs."""
+        return sum(g.by_time[time].runs for g in self.report.graphs if time in g.by_time)
+
+
+def _assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert bits_equal(actual, expected), f"{actual} is not {expected}"
+    elif isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected, strict=True):
+            _assert_same(a, e)
+    else:
+        assert actual == expected
+
+
+def tiny_inputs(seed: int = 0, step: float = 1.0, *, tokens: int = 4, text: int = 3) -> dict[str, torch.Tensor]:
+    """Arguments for :class:`TinyDit`: latents by seed and step, text by seed, timestep by step."""
+    latents = torch.randn(2, tokens, 8, generator=torch.Generator().manual_seed(1000 * seed + int(step)))
+    prompt = torch.randn(2, text, 8, generator=torch.Generator().manual_seed(seed))
+    return {
+        "hidden_states": latents,
+        "timestep": torch.full((2,), step),
+        "encoder_hidden_states": prompt,
+        "mask": torch.tensor([[False, True, False]] * 2)[:, :text],
+    }
