@@ -2,12 +2,14 @@
 
 Pipelines, schedulers, VAEs, text encoders and transformers are of the classes a checkpoint loads; only widths
 and depths shrink, and the weights are drawn from a seed. Tokenizers encode bytes, so they need no vocabulary.
-"tiny" is for tests. "demo" keeps the proportions of a checkpoint's blocks and embeddings at a quarter
-(GLM-Image) or an eighth (Ideogram 4) of the width. Its blocks and image tokens are fewer, so what a step can
+"tiny" is for tests. "demo" keeps the proportions of a checkpoint's blocks and embeddings at an eighth
+(GLM-Image) or a ninth (Ideogram 4) of the width. Its blocks and image tokens are fewer, so what a step can
 skip is a larger part of it than in the checkpoint.
 
 A family is one entry of `FAMILIES`: a builder of the pipeline and the arguments its call needs.
 """
+
+from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -65,11 +67,11 @@ _STEPS: dict[Size, int] = {"tiny": 3, "demo": 20}
 _VAE_CHANNELS: dict[Size, tuple[int, ...]] = {"tiny": (8, 8, 8, 8), "demo": (16, 16, 32, 32)}
 _GLM: dict[Size, _Glm] = {
     "tiny": _Glm(4, 16, 2, 48, 32, 16, 64),
-    "demo": _Glm(16, 40, 8, 368, 128, 64, 4096),
+    "demo": _Glm(16, 32, 8, 184, 64, 32, 4096),
 }
 _IDEOGRAM: dict[Size, _Ideogram] = {
     "tiny": _Ideogram(4, 16, 2, 128, 32, 16, (2, 2, 2), 4),
-    "demo": _Ideogram(9, 64, 8, 1536, 64, 512, (6, 5, 5), 32),
+    "demo": _Ideogram(8, 64, 8, 1360, 56, 512, (6, 5, 5), 32),
 }
 
 

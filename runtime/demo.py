@@ -1,8 +1,8 @@
 """``dithoist demo``: the main job on two real diffusers pipelines, before and after ``compile_pipeline``.
 
-Each pipeline makes a picture as it is; then it is compiled and makes the same picture again, first with the
-``eager`` back end, which promises the same bits, then with ``inductor``. Timings come from repeats that
-alternate between the untouched and the compiled pipeline in one process.
+Each pipeline makes a picture as it is, and again after ``compile_pipeline`` with the ``eager`` back end, which
+promises the same bits, and with ``inductor``. Timings come from repeats in which the untouched pipeline and the
+compiled ones take turns.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -48,29 +50,35 @@ class Outcome:
         return statistics.median(self.untouched) / statistics.median(self.compiled)
 
 
-class _Steps:
-    """Runs generations and advances a progress bar at each of their steps."""
+class _Generator:
+    """Runs generations of one pipeline and advances a progress bar at each of their steps."""
 
-    def __init__(self, pipe: Any, name: str, progress: Progress, steps: int) -> None:
-        self.pipe = pipe
+    def __init__(self, name: str, steps: int, progress: Progress) -> None:
         self.name = name
-        self.progress = progress
         self.steps = steps
+        self.progress = progress
+        self.pipe = build_pipeline(name, "demo")
+        self.latents = torch.empty(0)
+        self.picture: Any = None
 
-    def __call__(self, title: str, output_type: str = "latent") -> tuple[Any, list[float]]:
-        """One generation: its pictures (or latents) and the seconds from each step's end to the next's."""
-        task = self.progress.add_task(f"{self.name}: {title}", total=self.steps)
+    def run(self, title: str, stop_after: int | None = None) -> list[float]:
+        """One generation, or its first steps; keeps latents and picture. Returns the seconds from each step's
+        end to the next's, so the first step, which may fill tables, is not among them."""
+        last = stop_after or self.steps
+        task = self.progress.add_task(f"{self.name}: {title}", total=last)
         ends: list[float] = []
 
-        def on_step_end(_pipe: Any, _step: int, _timestep: Any, _tensors: dict[str, Any]) -> dict[str, Any]:
+        def on_step_end(pipe: Any, _step: int, _time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             ends.append(time.perf_counter())
+            self.latents = tensors["latents"]
+            pipe._interrupt = len(ends) >= last
             self.progress.advance(task)
             return {}
 
-        call = example_call(self.name, "demo", steps=self.steps, output_type=output_type)
-        images = self.pipe(**call, callback_on_step_end=on_step_end).images
+        call = example_call(self.name, "demo", steps=self.steps, output_type="pil")
+        self.picture = self.pipe(**call, callback_on_step_end=on_step_end).images[0]
         self.progress.remove_task(task)
-        return images, [b - a for a, b in itertools.pairwise(ends)]
+        return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def run_demo(
@@ -79,7 +87,7 @@ def run_demo(
     pipelines: tuple[str, ...] = PIPELINES,
     backends: tuple[str, ...] = BACKENDS,
     steps: int = 20,
-    repeats: int = 2,
+    repeats: int = 3,
     console: Console | None = None,
 ) -> dict[str, list[Outcome]]:
     """Run the main job, print a table per pipeline, write pictures, reports and a chart to ``out``.
@@ -89,13 +97,15 @@ def run_demo(
         pipelines: which of :data:`PIPELINES`.
         backends: back ends to compile with, in order.
         steps: denoising steps per picture.
-        repeats: timed generations of each variant.
+        repeats: timed rounds, in each of which every variant runs the first half of the steps.
         console: where to print.
 
     Returns:
         The outcomes by pipeline.
     """
     console = console or Console()
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers|transformers")
     out.mkdir(parents=True, exist_ok=True)
     outcomes = {}
     for name in pipelines:
@@ -105,34 +115,39 @@ def run_demo(
         _print_outcomes(console, name, outcomes[name])
     chart = out / "demo.png"
     _draw(outcomes, chart)
-    console.print(f"pictures, reports and the chart are in {out}/ ({chart.name})")
+    console.print(f"pictures, reports and the chart ({chart.name}) are in {out}/")
     return outcomes
 
 
 def _run_pipeline(
     name: str, out: Path, backends: tuple[str, ...], steps: int, repeats: int, progress: Progress
 ) -> list[Outcome]:
-    pipe = build_pipeline(name, "demo")
-    run = _Steps(pipe, name, progress, steps)
-    pictures, _ = run("picture, untouched", "pil")
-    pictures[0].save(out / f"{name}.png")
-    expected, _ = run("latents, untouched")
-    outcomes = []
+    untouched = _Generator(name, steps, progress)
+    untouched.run("untouched")
+    untouched.picture.save(out / f"{name}.png")
+
+    compiled, outcomes = [], []
     for backend in backends:
-        compile_pipeline(pipe, backend=backend)
+        generator = _Generator(name, steps, progress)
+        compile_pipeline(generator.pipe, backend=backend)
         start = time.perf_counter()
-        actual, _ = run(f"first call, {backend} (compiles)")
+        generator.run(f"{backend}, first call (compiles)")
         first_call = time.perf_counter() - start
-        outcome = Outcome(backend, _error(actual, expected), float(expected.abs().max()), first_call)
-        for number in range(repeats):
-            with torch.compiler.set_stance("force_eager"):
-                outcome.untouched += run(f"untouched, repeat {number + 1}")[1]
-            outcome.compiled += run(f"{backend}, repeat {number + 1}")[1]
-        outcome.report = report(pipe)
-        (out / f"{name}-{backend}.json").write_text(outcome.report.to_json())
-        outcomes.append(outcome)
-    pictures, _ = run("picture, compiled", "pil")
-    pictures[0].save(out / f"{name}-dithoist.png")
+        error = _error(generator.latents, untouched.latents)
+        compiled.append(generator)
+        outcomes.append(Outcome(backend, error, float(untouched.latents.abs().max()), first_call))
+        generator.picture.save(out / f"{name}-{backend}.png")
+
+    for number in range(1, repeats + 1):
+        half = max(steps // 2, 2)
+        times = untouched.run(f"untouched, round {number}", half)
+        for outcome, generator in zip(outcomes, compiled, strict=True):
+            outcome.untouched += times
+            outcome.compiled += generator.run(f"{outcome.backend}, round {number}", half)
+
+    for outcome, generator in zip(outcomes, compiled, strict=True):
+        outcome.report = report(generator.pipe)
+        (out / f"{name}-{outcome.backend}.json").write_text(outcome.report.to_json())
     return outcomes
 
 
@@ -142,18 +157,18 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _print_outcomes(console: Console, name: str, outcomes: list[Outcome]) -> None:
     table = Table(title=f"{name}: compiled against untouched", title_justify="left")
-    for column in ("back end", "latents", "untouched, ms/step", "dithoist, ms/step", "ratio", "first call, s"):
-        table.add_column(column, justify="left" if column in ("back end", "latents") else "right")
+    for column in ("back end", "latents", "ms/step, untouched", "dithoist", "ratio", "first call, s"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("back end", "latents") else "right")
     for outcome in outcomes:
         error = outcome.largest_error
-        verdict = f"largest error {error:.1e} of {outcome.largest_value:.1f}" if error else "bitwise equal"
+        verdict = f"error {error:.0e} of {outcome.largest_value:.0f}" if error else "bitwise equal"
         untouched, compiled = (1e3 * statistics.median(t) for t in (outcome.untouched, outcome.compiled))
         cells = (f"{untouched:.1f}", f"{compiled:.1f}", f"{outcome.speedup:.2f}x", f"{outcome.first_call:.1f}")
         table.add_row(outcome.backend, verdict, *cells)
-    console.print(table)
+    console.print(table, soft_wrap=True)
     moved = outcomes[0].report
     assert moved is not None
-    console.print(str(moved), highlight=False)
+    console.print(str(moved), highlight=False, soft_wrap=True)
     console.print()
 
 

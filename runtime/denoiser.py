@@ -13,7 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from ..models.families import argument_labels
 from . import env
 from .backend import forward_arguments, make_backend
-from .settings import Backend, Settings, parse_labels
+from .settings import Backend, Settings, parse_labels, suggest_arguments
 from .state import DenoiserState
 
 
@@ -96,6 +96,7 @@ def prepare_denoiser(
     return CompiledDenoiser(module, DenoiserState(name, settings, chosen, arguments, weight_bytes))
 
 
+@suggest_arguments
 def compile_denoiser(
     module: torch.nn.Module,
     labels: dict[str, str] | None = None,

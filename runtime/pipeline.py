@@ -13,7 +13,7 @@ from .denoiser import (
     prepare_denoiser,
     replace_denoisers,
 )
-from .settings import Backend, Settings
+from .settings import Backend, Settings, suggest_arguments
 
 P = TypeVar("P")
 
@@ -51,6 +51,7 @@ def find_denoisers(pipe: Any) -> dict[str, torch.nn.Module]:
     return found
 
 
+@suggest_arguments
 def compile_pipeline(
     pipe: P,
     *,

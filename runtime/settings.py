@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._dynamo.exc import InvalidBackend
 
 from ..passes import TIMES, BindingTime
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Backend = str | Callable[..., Any]
 
@@ -84,3 +88,18 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name), names, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"{hint} (known: {', '.join(names)})"
+
+
+def suggest_arguments(function: F) -> F:
+    """Make an unknown keyword argument's error name the close ones."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                hint = close_matches(name, known)
+                raise TypeError(f"{function.__name__}() has no argument {name!r}{hint}")
+        return function(*args, **kwargs)
+
+    return cast(F, checked)

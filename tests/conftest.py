@@ -15,6 +15,9 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60
 settings.register_profile("fuzz", deadline=None, max_examples=3000, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# Small operations on several threads spend their time waiting for each other when the machine is shared.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
