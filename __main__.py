@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument(
         "--steps", type=_at_least_two, default=20, help="denoising steps per picture (default: 20)"
     )
-    demo.add_argument("--repeats", type=_positive, default=3, help="timed rounds (default: 3)")
+    demo.add_argument("--repeats", type=_positive, default=2, help="timed rounds (default: 2)")
     demo.add_argument("--backend", action="append", help="back end, repeatable (default: eager and inductor)")
     options = parser.parse_args(arguments)
     return _demo(options)

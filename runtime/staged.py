@@ -61,7 +61,13 @@ class _StageCall:
 
 
 def compile_stage(stage: Stage, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand one stage to the chosen back end, as ``torch.compile`` would."""
+    """Hand one stage to the chosen back end, as ``torch.compile`` would.
+
+    The ``MODEL`` and ``REQUEST`` stages run as captured: once a model or request, so that compiling them costs
+    more than it could ever save.
+    """
+    if not stage.time & BindingTime.SCHEDULE:
+        return stage.module.forward
     examples = [n.meta["val"] for n in stage.module.graph.find_nodes(op="placeholder")]
     # A context of its own: the one around us describes the whole graph, not this stage.
     with tracing(TracingContext(detect_fake_mode(examples))):
