@@ -1,0 +1,41 @@
+"""Labels: the registry, the default rule, and what the user says."""
+
+from __future__ import annotations
+
+import inspect
+
+import diffusers
+import pytest
+
+from dithoist.models.families import FAMILIES, argument_labels, default_label
+from dithoist.passes import BindingTime
+
+
+@pytest.mark.parametrize(
+    ("argument", "label"),
+    [
+        ("hidden_states", "STEP"), ("sample", "STEP"), ("x", "STEP"), ("noisy_latents", "STEP"),
+        ("controlnet_block_samples", "STEP"), ("timestep", "SCHEDULE"), ("t", "SCHEDULE"),
+        ("sigma", "SCHEDULE"), ("guidance", "SCHEDULE"), ("timestep_cond", "SCHEDULE"),
+        ("encoder_hidden_states", "REQUEST"), ("attention_mask", "REQUEST"), ("img_ids", "REQUEST"),
+        ("pooled_projections", "REQUEST"), ("text", "REQUEST"), ("target_size", "REQUEST"),
+    ],
+)  # fmt: skip
+def test_the_default_rule(argument: str, label: str) -> None:
+    assert default_label(argument) == BindingTime[label]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_names_arguments_its_class_has(name: str) -> None:
+    arguments = inspect.signature(getattr(diffusers, name).forward).parameters
+    assert set(FAMILIES[name].labels) <= set(arguments)
+
+
+def test_the_user_overrides_the_family_and_the_first_argument_stands_for_missing_latents() -> None:
+    labels = argument_labels(
+        "GlmImageTransformer2DModel", ["hidden_states", "timestep"], {"timestep": BindingTime.STEP}
+    )
+    assert labels == {"hidden_states": BindingTime.STEP, "timestep": BindingTime.STEP}
+    labels = argument_labels("Mine", ["picture", "timestep"], {})
+    assert labels == {"picture": BindingTime.STEP, "timestep": BindingTime.SCHEDULE}
+    assert argument_labels("Mine", [], {}) == {}
