@@ -104,7 +104,7 @@ def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
-        return make_boxed_func(aot.forward)
+        return _Guarded(None, aot, state)
     state.add_graph(staged)
     return _Guarded(staged, aot, state)
 
@@ -136,19 +136,20 @@ def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
 
 
 class _Guarded:
-    """Runs a staged graph; if our run time fails, the graph as it was captured.
+    """Runs a staged graph; without one, or once our run time has failed, the graph as it was captured.
 
     The graph is functional and AOTAutograd writes inputs back only afterwards, so running it again is safe.
     """
 
     _boxed_call = True
 
-    def __init__(self, staged: StagedGraph, aot: fx.GraphModule, state: DenoiserState) -> None:
-        self._staged: StagedGraph | None = staged
+    def __init__(self, staged: StagedGraph | None, aot: fx.GraphModule, state: DenoiserState) -> None:
+        self._staged = staged
         self._aot = aot
         self._state = state
 
     def __call__(self, args: list[Any]) -> Any:
+        self._state.graph_calls += 1
         if self._staged is not None:
             try:
                 return self._staged(args)

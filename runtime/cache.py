@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class HeldValues:
     """A bounded map from a key to the values one run of a stage gave.
 
     An entry appears only when it is whole. One that is larger than the bound is not kept: its stage runs
-    again at each call, which costs time and never a number.
+    again at each call, which costs time and never a number. Graphs of several threads may share one.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,42 +36,47 @@ class HeldValues:
         self.misses = 0
         self.evictions = 0
         self._entries: OrderedDict[Hashable, tuple[Values, int]] = OrderedDict()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable) -> Values | None:
         """The entry's values, now the most recently used, or ``None``."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self.misses += 1
-            return None
-        self._entries.move_to_end(key)
-        self.hits += 1
-        return entry[0]
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self.misses += 1
+                return None
+            self._entries.move_to_end(key)
+            self.hits += 1
+            return entry[0]
 
     def put(self, key: Hashable, values: Values) -> None:
         """Keep ``values``, dropping the least recently used entries over the bound."""
         size = tensor_bytes(values)
-        if size > self.max_bytes:
-            self.evictions += 1
-            return
-        self._discard(key)
-        self._entries[key] = (values, size)
-        self.bytes += size
-        while self.bytes > self.max_bytes:
-            self._discard(next(iter(self._entries)))
-            self.evictions += 1
+        with self._lock:
+            if size > self.max_bytes:
+                self.evictions += 1
+                return
+            self._discard(key)
+            self._entries[key] = (values, size)
+            self.bytes += size
+            while self.bytes > self.max_bytes:
+                self._discard(next(iter(self._entries)))
+                self.evictions += 1
 
     def drop(self, owner: Hashable) -> None:
         """Forget every entry whose key's first part is ``owner``."""
-        for key in [k for k in self._entries if isinstance(k, tuple) and k[0] == owner]:
-            self._discard(key)
+        with self._lock:
+            for key in [k for k in self._entries if isinstance(k, tuple) and k[0] == owner]:
+                self._discard(key)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries.clear()
-        self.bytes = 0
+        with self._lock:
+            self._entries.clear()
+            self.bytes = 0
 
     def _discard(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)

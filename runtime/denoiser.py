@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
 from torch._dynamo.exc import TorchDynamoException
 
 from ..models.families import argument_labels
@@ -48,16 +49,22 @@ class CompiledDenoiser:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken or not self._applies():
             return self.module._call_impl(*args, **kwargs)
+        ran = self.state.graph_calls
         try:
             # Boolean indices give data-dependent shapes; canonicalisation makes them static.
             with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
-                return self._compiled(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             # An error of the model's own is raised again here, in its own words.
             result = self.module._call_impl(*args, **kwargs)
             self._broken = True
             self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
             return result
+        if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
+            self.state.fall_back(
+                "Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why"
+            )
+        return result
 
     def _applies(self) -> bool:
         if env.disabled():

@@ -136,31 +136,32 @@ class WeightsIdentity:
         self._weights: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._pointers: list[int] = []
-        self._hash: list[int] | None = None
+        self._hashes: list[int] = []
 
-    def check(self, weights: list[torch.Tensor], *, deep: bool) -> int:
-        """The current epoch, one higher than before if any weight changed.
+    def check(self, weights: list[torch.Tensor], *, deep: bool) -> list[int]:
+        """Which weights changed since the last check; a change begins a new epoch.
 
         Args:
-            weights: what hoisted work reads, in a fixed order.
+            weights: what hoisted work reads, always the same number in the same order.
             deep: hash the bytes too (one pass over the weights).
+
+        Returns:
+            Positions in ``weights``; at the first check all of them.
         """
-        same = (
-            len(weights) == len(self._weights)
-            and all(map(operator.is_, weights, self._weights))
-            and _versions(weights) == self._versions
-            and list(map(torch.Tensor.data_ptr, weights)) == self._pointers
-        )
+        pointers = list(map(torch.Tensor.data_ptr, weights))
+        versions = _versions(weights)
+        same = all(map(operator.is_, weights, self._weights)) and len(weights) == len(self._weights)
+        same = same and versions == self._versions and pointers == self._pointers
         if same and not deep:
-            return self.epoch
-        current = _hash(weights)
-        if not same or current != self._hash:
+            return []
+        hashes = _hash(weights)
+        now = list(zip(map(id, weights), versions, pointers, hashes, strict=True))
+        before = list(zip(map(id, self._weights), self._versions, self._pointers, self._hashes, strict=True))
+        changed = [i for i, state in enumerate(now) if i >= len(before) or state != before[i]]
+        if changed:
             self.epoch += 1
-            self._weights = list(weights)
-            self._versions = _versions(weights)
-            self._pointers = [w.data_ptr() for w in weights]
-        self._hash = current
-        return self.epoch
+        self._weights, self._versions, self._pointers, self._hashes = list(weights), versions, pointers, hashes
+        return changed
 
 
 def _hash(weights: Sequence[torch.Tensor]) -> list[int]:

@@ -24,9 +24,10 @@ from .cache import HeldValues, Values
 from .identity import InputIdentity, WeightsIdentity
 
 DEMOTE_AFTER = 4
-"""A request input that changed in this many steps in a row is treated as one that changes every step."""
+"""An input that changed in more than this many steps in a row is treated as one that changes every step."""
 
 _MAX_BRANCHES = 8
+_MAX_STEPS = 4096
 _graph_numbers = itertools.count()
 
 
@@ -148,7 +149,7 @@ class StagedGraph:
         self._weights_identity = WeightsIdentity()
         self._progress: dict[Hashable, _Progress] = {}
         self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
-        self._changes = dict.fromkeys(self._request_inputs, 0)
+        self._changes: dict[int, int] = {}
         self._last_schedule: Hashable = None
 
     def _stage_call(self, stage: Stage, position: dict[str, int]) -> _StageCall:
@@ -170,19 +171,22 @@ class StagedGraph:
         with self._lock:
             for call, key in self._keys(values):
                 values.extend(self._obtain(call, key, values))
-        self.stage_runs[BindingTime.STEP] += 1
-        return self._body.run(values)
+            self.stage_runs[BindingTime.STEP] += 1
+            body = self._body  # Another thread's demotion may put a new one in its place.
+        return body.run(values)
 
     def _keys(self, values: list[Any]) -> list[tuple[_StageCall, Hashable]]:
         tokens = self._tokens(values)
-        if self._demote(tokens):
-            tokens = self._tokens(values)
         request = tuple(tokens[i] for i in self._request_inputs)
         schedule = tuple(tokens[i] for i in self._schedule_inputs)
-        weights = [values[i] for i in self._weights]
-        epoch = self._weights_identity.epoch
-        if self._weights_identity.check(weights, deep=self._starts_generation(request, schedule)) != epoch:
+        starts = self._starts_generation(request, schedule)
+        changed = self._weights_identity.check([values[i] for i in self._weights], deep=starts)
+        if changed:
             self._held.drop(self.number)
+        moved = schedule != self._last_schedule or not self._schedule_inputs
+        self._last_schedule = schedule
+        if self._demote(tokens, {self._weights[i] for i in changed}, moved=moved):
+            return self._keys(values)
         epoch = self._weights_identity.epoch
         return [
             (call, (self.number, call.stage.time, epoch, tuple(tokens[i] for i in call.key_inputs)))
@@ -203,7 +207,9 @@ class StagedGraph:
     def _starts_generation(self, request: Hashable, schedule: Hashable) -> bool:
         """Whether this call begins a loop: a new request, or a schedule that goes back to an earlier step."""
         progress = self._progress.get(request)
-        restarted = progress is not None and schedule != progress.last and schedule in progress.seen
+        restarted = progress is not None and (
+            (schedule != progress.last and schedule in progress.seen) or len(progress.seen) > _MAX_STEPS
+        )
         if restarted or len(self._progress) >= _MAX_BRANCHES:
             self._progress.clear()
         if progress is None or restarted:
@@ -213,34 +219,41 @@ class StagedGraph:
         progress.last = schedule
         return starts
 
-    def _demote(self, tokens: dict[int, Hashable]) -> bool:
-        """Treat request inputs that change at every step as step inputs. Returns whether there were any.
+    def _demote(self, tokens: dict[int, Hashable], changed_weights: set[int], *, moved: bool) -> bool:
+        """Treat inputs and weights that change at every step as step inputs. Returns whether there were any.
 
-        Only changes between steps count: a loop of one step with a new prompt each time is no evidence.
+        Only changes between steps (``moved``) count: a loop of one step with a new prompt each time is no
+        evidence.
         """
-        schedule = tuple(tokens[i] for i in self._schedule_inputs)
-        moved = schedule != self._last_schedule or not self._schedule_inputs
-        self._last_schedule = schedule
         for i in self._request_inputs:
-            recent = self._recent[i]
-            if tokens[i] in recent:
-                self._changes[i] = 0
-            elif moved:
-                self._changes[i] += 1
-            recent.pop(tokens[i], None)
-            recent[tokens[i]] = None
-            if len(recent) > _MAX_BRANCHES:
-                del recent[next(iter(recent))]
+            self._count_change(i, self._is_new(i, tokens[i]), moved)
+        for i in self._weights:
+            self._count_change(i, i in changed_weights, moved)
         changing = [i for i, n in self._changes.items() if n > DEMOTE_AFTER]
-        if not changing:
-            return False
         for i in changing:
             node = self.program.placeholders[i]
             self.labels[node] = BindingTime.STEP
             self.demoted.append(self.inputs[node].name)
-        self._held.drop(self.number)
-        self._build()
-        return True
+        if changing:
+            self._held.drop(self.number)
+            self._build()
+        return bool(changing)
+
+    def _count_change(self, i: int, changed: bool, moved: bool) -> None:
+        if not changed:
+            self._changes.pop(i, None)
+        elif moved:
+            self._changes[i] = self._changes.get(i, 0) + 1
+
+    def _is_new(self, i: int, token: Hashable) -> bool:
+        """Whether the input has none of its last few values (guidance branches alternate between some)."""
+        recent = self._recent[i]
+        new = token not in recent
+        recent.pop(token, None)
+        recent[token] = None
+        if len(recent) > _MAX_BRANCHES:
+            del recent[next(iter(recent))]
+        return new
 
     @property
     def snapshot_bytes(self) -> int:

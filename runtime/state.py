@@ -46,6 +46,7 @@ class DenoiserState:
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
         self.fallbacks: list[str] = []
+        self.graph_calls = 0
         self._compiles: Counter[int | None] = Counter()
 
     def add_graph(self, graph: StagedGraph) -> None:

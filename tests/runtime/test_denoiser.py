@@ -136,6 +136,20 @@ def test_a_broken_back_end_falls_back_with_one_warning_that_names_the_cause() ->
     assert "this back end is broken" in report(module).denoisers[0].fallbacks[0]
 
 
+def test_a_call_that_dynamo_does_not_compile_is_reported() -> None:
+    module = TinyDit().eval()
+    expected = copy.deepcopy(module)
+    compile_denoiser(module, backend="eager", dynamic=False)
+
+    def run() -> None:
+        for tokens in range(2, 14):
+            inputs = tiny_inputs(0, 1.0, tokens=tokens)
+            assert torch.equal(module(**inputs), expected(**inputs))
+
+    with torch.no_grad(), pytest.warns(DithoistWarning, match="Dynamo compiled nothing"):
+        run()
+
+
 def test_strict_raises_instead() -> None:
     module = TinyDit().eval()
     compile_denoiser(module, backend=broken_backend, strict=True)

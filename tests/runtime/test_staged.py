@@ -86,6 +86,27 @@ def test_a_request_input_that_changes_at_each_step_is_demoted_and_the_report_say
     assert "schedule" in graph.by_time
 
 
+class Stateful(nn.Module):
+    """Keeps a tensor of its own that is another at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return x + self.state.exp() * timestep
+
+
+def test_a_tensor_of_the_model_that_changes_at_each_step_is_demoted() -> None:
+    twins = Twins(Stateful())
+    for step in range(12):
+        twins.check(torch.randn(3), torch.tensor([float(step)]))
+        value = torch.randn(3)
+        twins.both(lambda m, value=value: setattr(m, "state", value.clone()))
+    (graph,) = twins.report.graphs
+    assert graph.demoted == ["state"]
+
+
 def test_many_one_step_generations_demote_nothing() -> None:
     twins = Twins(TinyDit())
     for seed in range(12):
