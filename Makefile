@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/python -m dithoist demo --out out
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,12 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dithoist", description="A compiler for the denoising loop of DiTs.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run two small real pipelines before and after compile_pipeline")
-    demo.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder for pictures and chart (default: out)"
-    )
-    demo.add_argument(
-        "--steps", type=_at_least_two, default=20, help="denoising steps per picture (default: 20)"
-    )
+    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for pictures and chart (default: out)")
+    demo.add_argument("--steps", type=_at_least_two, default=20, help="denoising steps per picture (default: 20)")
     demo.add_argument("--repeats", type=_positive, default=2, help="timed rounds (default: 2)")
     demo.add_argument("--backend", action="append", help="back end, repeatable (default: eager and inductor)")
     options = parser.parse_args(arguments)

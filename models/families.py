@@ -53,9 +53,7 @@ def default_label(argument: str) -> BindingTime:
     return BindingTime.REQUEST
 
 
-def argument_labels(
-    class_name: str, arguments: list[str], chosen: Mapping[str, BindingTime]
-) -> dict[str, BindingTime]:
+def argument_labels(class_name: str, arguments: list[str], chosen: Mapping[str, BindingTime]) -> dict[str, BindingTime]:
     """Label of every argument: the user's, the family's, or the default rule's.
 
     Where the rule finds no latents at all, the first argument is taken for them.

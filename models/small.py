@@ -262,9 +262,7 @@ def _family(name: str) -> _Family:
     return FAMILIES[name]
 
 
-def _byte_tokenizer(
-    special: list[str], reserved: tuple[str, ...] = (), **kwargs: Any
-) -> PreTrainedTokenizerFast:
+def _byte_tokenizer(special: list[str], reserved: tuple[str, ...] = (), **kwargs: Any) -> PreTrainedTokenizerFast:
     """One token per byte, after the `reserved` ids: every text has an encoding and no two share one."""
     vocabulary = [*reserved, *special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))

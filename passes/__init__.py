@@ -16,6 +16,7 @@ from .canonicalize import canonicalize_graph
 from .context import PassContext
 from .cse import eliminate_common_subexpressions
 from .dead_code import eliminate_dead_code
+from .masked_fill import lower_masked_fill
 from .split import Program, Stage, split_by_binding_time
 from .verify import VerificationError, verify_graph, verify_program
 
@@ -27,7 +28,7 @@ PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
     binding_times,
 )
-"""What runs over a captured graph before it is split, in order."""
+"""What runs over a captured graph, in order; then it is split, and the body lowered."""
 
 
 def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, ...] = PASSES) -> Program:
@@ -51,10 +52,12 @@ def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, 
             context.dump(f"{name}_after", gm)
         if context.verify:
             verify_graph(gm, after=name)
-    program = split_by_binding_time(gm, context)
+    program = lower_masked_fill(split_by_binding_time(gm, context), context)
     if context.dump:
         for stage in (*program.stages, program.body):
-            context.dump(f"split_{stage.time.label}", stage.module)
+            context.dump(f"split_{stage.time.label}{'' if stage.capture_safe else '_rows'}", stage.module)
+        if program.eager_body:
+            context.dump("lower_masked_fill", program.eager_body.module)
     if context.verify:
         verify_program(program)
     return program
@@ -75,6 +78,7 @@ __all__ = [
     "eliminate_common_subexpressions",
     "eliminate_dead_code",
     "format_binding_times",
+    "lower_masked_fill",
     "split_by_binding_time",
     "verify_graph",
     "verify_program",

@@ -93,9 +93,7 @@ def _creator(node: fx.Node, sizes: dict[str, fx.Node]) -> fx.Node | None:
         fill = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]
     if isinstance(fill, fx.Node) or not value.is_contiguous():
         return None
-    new = call(
-        node, aten.full.default, shape, fill, dtype=value.dtype, layout=value.layout, device=value.device
-    )
+    new = call(node, aten.full.default, shape, fill, dtype=value.dtype, layout=value.layout, device=value.device)
     return new if same_layout(new, node) else None
 
 

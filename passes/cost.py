@@ -49,7 +49,7 @@ def _node_flops(node: fx.Node) -> int:
 
 def tensor_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the nodes' tensors."""
-    values = (n.meta["val"] for n in nodes)
+    values = (n.meta.get("val") for n in nodes)
     return sum(int(v.numel()) * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 

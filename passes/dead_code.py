@@ -23,9 +23,7 @@ def _impure(node: fx.Node) -> bool:
 
 def _only_asserted(node: fx.Node) -> bool:
     """Whether every use of ``node`` ends, through sizes alone, in assertions."""
-    return all(
-        pinned_reason(user) == "assertion" or (is_size(user) and _only_asserted(user)) for user in node.users
-    )
+    return all(pinned_reason(user) == "assertion" or (is_size(user) and _only_asserted(user)) for user in node.users)
 
 
 def _users_of_users(node: fx.Node, found: set[fx.Node]) -> set[fx.Node]:

@@ -33,3 +33,13 @@ def same_layout(a: fx.Node, b: fx.Node) -> bool:
         and tuple(x.shape) == tuple(y.shape)
         and tuple(x.stride()) == tuple(y.stride())
     )
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in nodes of its own; constants are shared."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    name = type(gm).__name__  # A captured lambda's is no name Python could read back.
+    return fx.GraphModule(gm, graph, class_name=name if name.isidentifier() else "Graph")

@@ -93,6 +93,8 @@ def is_view(node: fx.Node) -> bool:
         return isinstance(source, fx.Node) and is_view(source)
     if not isinstance(node.target, OpOverload):
         return False
+    if node.target is torch.ops.aten._unsafe_view.default:  # A view that does not say so.
+        return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 
 
@@ -126,6 +128,15 @@ def storage_owner(node: fx.Node) -> fx.Node:
         assert isinstance(call, fx.Node)
         return call
     return base
+
+
+def written_memory(node: fx.Node) -> fx.Node:
+    """The owner of the memory that a call writing its first argument in place writes, through earlier writes."""
+    while True:
+        owner = storage_owner(node)
+        if pinned_reason(owner) != "writes an argument":
+            return owner
+        node = owner.all_input_nodes[0]
 
 
 def pinned_reason(node: fx.Node) -> str | None:

@@ -39,6 +39,7 @@ class Stage:
         outputs: names of the held values it makes; empty for the body.
         depends: names of the graph inputs, weights aside, that decide the outputs, directly or through held
             values. Narrower than what earlier stages read: two calls that agree on these share the outputs.
+        capture_safe: whether it may run while a CUDA graph is captured (no host read, static shapes).
     """
 
     time: BindingTime
@@ -46,6 +47,7 @@ class Stage:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     depends: tuple[str, ...]
+    capture_safe: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,24 @@ class Program:
         placeholders: inputs of the whole graph, in calling order.
         labels: binding time of each of them.
         stages: the hoisted stages that have work to do, in the order they run.
-        body: what is left for every step.
+        body: what is left for every step; functional, so that it may run under capture.
+        sources: for each held value, the graph inputs it depends on, weights aside.
+        eager_body: the body to run while no capture is active, where a pass made another
+            (:mod:`dithoist.passes.masked_fill`).
     """
 
     placeholders: tuple[str, ...]
     labels: dict[str, BindingTime]
     stages: tuple[Stage, ...]
     body: Stage
+    sources: dict[str, tuple[str, ...]]
+    eager_body: Stage | None = None
+
+    def depends(self, name: str) -> tuple[str, ...]:
+        """The graph inputs, weights aside, that decide a graph input or held value."""
+        if name in self.sources:
+            return self.sources[name]
+        return () if self.labels[name] == BindingTime.MODEL else (name,)
 
 
 def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
@@ -83,6 +96,7 @@ def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
         labels={n.name: binding_time(n) for n in placeholders},
         stages=tuple(stages),
         body=_stage(gm, BindingTime.STEP, [*effects, output], held),
+        sources={n.name: _sources([n]) for n in held},
     )
 
 
@@ -102,7 +116,7 @@ def _copy_held_outputs(gm: fx.GraphModule, context: PassContext) -> None:
 
 def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: Iterable[fx.Node]) -> Stage:
     external = {n for n in held if binding_time(n) != time}
-    needed = _needed(outputs, external)
+    needed = needed_nodes(outputs, external)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in gm.graph.nodes if n in needed and (n.op == "placeholder" or n in external)]
@@ -117,16 +131,16 @@ def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: 
     graph.lint()
     module = fx.GraphModule(gm, graph, class_name=f"{time.label.title().replace('+', '')}Stage")
     names = () if time == BindingTime.STEP else tuple(n.name for n in outputs)
-    sources = _needed(outputs, set())
-    depends = tuple(
-        n.name
-        for n in gm.graph.find_nodes(op="placeholder")
-        if n in sources and binding_time(n) != BindingTime.MODEL
-    )
-    return Stage(time, module, tuple(n.name for n in inputs), names, depends)
+    return Stage(time, module, tuple(n.name for n in inputs), names, _sources(outputs))
 
 
-def _needed(outputs: list[fx.Node], external: set[fx.Node]) -> set[fx.Node]:
+def _sources(nodes: list[fx.Node]) -> tuple[str, ...]:
+    """Graph inputs, weights aside, that ``nodes`` depend on."""
+    found = (n for n in needed_nodes(nodes, set()) if n.op == "placeholder")
+    return tuple(n.name for n in sorted(found) if binding_time(n) != BindingTime.MODEL)
+
+
+def needed_nodes(outputs: list[fx.Node], external: set[fx.Node]) -> set[fx.Node]:
     """Everything ``outputs`` read, up to graph inputs and the held values of other stages."""
     needed: set[fx.Node] = set()
     stack = list(outputs)

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from .binding_time import BindingTime
-from .effects import pinned_reason, storage_owner
-from .split import Program
+from .effects import pinned_reason, storage_owner, written_memory
+from .split import Program, Stage
 
 
 class VerificationError(AssertionError):
@@ -60,6 +60,9 @@ def verify_program(program: Program) -> None:
         read.update(stage.inputs)
         made.update(stage.outputs)
         available.update(stage.outputs)
+    if program.eager_body is not None:
+        _verify_writes(program.eager_body, available)
+        read.update(program.eager_body.inputs)
     if unread := made - read:
         raise VerificationError(f"held and never read: {sorted(unread)}")
     (output,) = program.body.module.graph.find_nodes(op="output")
@@ -67,3 +70,15 @@ def verify_program(program: Program) -> None:
         owner = storage_owner(node)
         if owner.op == "placeholder" and owner.name in made and isinstance(owner.meta["val"], torch.Tensor):
             raise VerificationError(f"in the body: output {node.name} shares memory with held {owner.name}")
+
+
+def _verify_writes(body: Stage, available: set[str]) -> None:
+    """Everything written in place was allocated in the body."""
+    for name in body.inputs:
+        if name not in available:
+            raise VerificationError(f"in the lowered body: {name} is not known")
+    for node in body.module.graph.nodes:
+        if pinned_reason(node) == "writes an argument":
+            owner = written_memory(node)
+            if owner.op != "call_function":
+                raise VerificationError(f"in the lowered body: {node.name} writes {owner.name}, which is not its own")

@@ -100,7 +100,12 @@ def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state
             inputs,
             state.settings.resolve_backend(),
             state.held,
-            context=lambda labels: PassContext(labels, verify=env.verify(), dump=_dumper(state)),
+            context=lambda labels: PassContext(
+                labels,
+                in_place=state.settings.backend == "eager",
+                verify=env.verify(),
+                dump=_dumper(state),
+            ),
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
@@ -128,10 +133,7 @@ def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
         if index is not None:
             written.add(index)
     for position, node in enumerate(aot.graph.find_nodes(op="placeholder")):
-        if (
-            getattr(node.meta.get("desc"), "idx", None) in written
-            and inputs[position].label == BindingTime.MODEL
-        ):
+        if getattr(node.meta.get("desc"), "idx", None) in written and inputs[position].label == BindingTime.MODEL:
             inputs[position] = GraphInput(node.name, inputs[position].name, BindingTime.STEP)
 
 

@@ -61,9 +61,7 @@ class CompiledDenoiser:
             self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
             return result
         if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
-            self.state.fall_back(
-                "Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why"
-            )
+            self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
         return result
 
     def _applies(self) -> bool:

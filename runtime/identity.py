@@ -81,12 +81,7 @@ class InputIdentity:
                 return self._object_token(value)
             self.host_reads += 1
             value = value.cpu()
-        if (
-            value.layout != torch.strided
-            or value.is_conj()
-            or value.is_neg()
-            or type(value) is not torch.Tensor
-        ):
+        if value.layout != torch.strided or value.is_conj() or value.is_neg() or type(value) is not torch.Tensor:
             return self._object_token(value)
         if value.numel() * value.element_size() <= _SMALL_BYTES:
             return _small_token(value)

@@ -97,9 +97,7 @@ def compiled_denoisers(target: Any) -> list[CompiledDenoiser]:
     modules = [target] if isinstance(target, torch.nn.Module) else list(find_denoisers(target).values())
     found = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
     if not found:
-        raise ValueError(
-            f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first"
-        )
+        raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first")
     return found
 
 

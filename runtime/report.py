@@ -146,10 +146,11 @@ def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
 
 
 def _graph_report(graph: StagedGraph) -> GraphReport:
-    stages = {s.time: s for s in (*graph.program.stages, graph.program.body)}
+    body = graph.program.eager_body or graph.program.body
+    stages = {s.time: s for s in (*graph.program.stages, body) if s.capture_safe}
     weights = {n for n, label in graph.labels.items() if label == BindingTime.MODEL}
     hoisted_only = {w for s in graph.program.stages for w in weights & set(s.inputs)}
-    hoisted_only -= set(graph.program.body.inputs)
+    hoisted_only -= set(body.inputs)
     return GraphReport(
         calls=graph.calls,
         captured_operations=costs.operations(graph.source),
@@ -157,7 +158,7 @@ def _graph_report(graph: StagedGraph) -> GraphReport:
         inputs={i.name: graph.labels[i.node].label for i in graph.inputs.values() if i.node not in weights},
         demoted=list(graph.demoted),
         hoisted_weights=_weight_bytes(graph, hoisted_only),
-        body_host_syncs=costs.host_reads(graph.program.body.module),
+        body_host_syncs=costs.host_reads(body.module),
         notes=list(graph.context.notes),
         text=format_binding_times(graph.analysed),
     )

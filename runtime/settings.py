@@ -43,17 +43,13 @@ class Settings:
         if isinstance(self.backend, str):
             known = [*torch.compiler.list_backends(exclude_tags=()), "eager"]
             if self.backend == "dithoist":
-                raise ValueError(
-                    "backend='dithoist' would compile with itself; name the back end for its stages"
-                )
+                raise ValueError("backend='dithoist' would compile with itself; name the back end for its stages")
             if self.backend not in known:
                 raise ValueError(f"backend={self.backend!r} is unknown{close_matches(self.backend, known)}")
         elif not callable(self.backend):
             raise TypeError(f"backend must be a name or a callable, not {type(self.backend).__name__}")
         if self.max_cached_bytes is not None and self.max_cached_bytes < 0:
-            raise ValueError(
-                f"max_cached_bytes={self.max_cached_bytes} must be at least 0, or None for the default"
-            )
+            raise ValueError(f"max_cached_bytes={self.max_cached_bytes} must be at least 0, or None for the default")
 
     def resolve_backend(self) -> Callable[..., Any]:
         """The back end as a function of a graph and its example inputs."""

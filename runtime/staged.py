@@ -20,6 +20,8 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program
+from ..passes.edit import copy_graph
+from . import capture
 from .cache import HeldValues, Values
 from .identity import InputIdentity, WeightsIdentity
 
@@ -69,20 +71,12 @@ def compile_stage(stage: Stage, backend: Callable[..., Any]) -> Callable[..., An
     """
     if not stage.time & BindingTime.SCHEDULE:
         return stage.module.forward
-    examples = [n.meta["val"] for n in stage.module.graph.find_nodes(op="placeholder")]
+    examples = [n.meta.get("val") for n in stage.module.graph.find_nodes(op="placeholder")]
     # A context of its own: the one around us describes the whole graph, not this stage.
     with tracing(TracingContext(detect_fake_mode(examples))):
         function = backend(stage.module, examples)
     assert callable(function)
     return function  # type: ignore[no-any-return]
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in nodes of its own; constants are shared."""
-    graph = fx.Graph()
-    output = graph.graph_copy(gm.graph, {})
-    graph.output(output)
-    return fx.GraphModule(gm, graph)
 
 
 class StagedGraph:
@@ -138,7 +132,10 @@ class StagedGraph:
         for stage in self.program.stages:
             self._stages.append(self._stage_call(stage, position))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
-        self._body = self._stage_call(self.program.body, position)
+        # Both bodies exist from the start, so that switching between them compiles nothing.
+        self._captured_body = self._stage_call(self.program.body, position)
+        eager_body = self.program.eager_body
+        self._body = self._stage_call(eager_body, position) if eager_body else self._captured_body
         keyed = sorted({i for s in self._stages for i in s.key_inputs})
         self._identities = {
             i: InputIdentity(read_device=self.labels[self.program.placeholders[i]] == BindingTime.SCHEDULE)
@@ -168,11 +165,16 @@ class StagedGraph:
         values = list(args)
         self.calls += 1
         # Held values are never written, so only finding and making them is serialised; bodies run in parallel.
+        capturing = capture.is_capturing()
         with self._lock:
             for call, key in self._keys(values):
-                values.extend(self._obtain(call, key, values))
+                if capturing and not call.stage.capture_safe:
+                    values.extend([None] * len(call.stage.outputs))
+                else:
+                    values.extend(self._obtain(call, key, values))
             self.stage_runs[BindingTime.STEP] += 1
-            body = self._body  # Another thread's demotion may put a new one in its place.
+            # Another thread's demotion may put a new body in its place.
+            body = self._captured_body if capturing else self._body
         return body.run(values)
 
     def _keys(self, values: list[Any]) -> list[tuple[_StageCall, Hashable]]:
@@ -189,8 +191,8 @@ class StagedGraph:
             return self._keys(values)
         epoch = self._weights_identity.epoch
         return [
-            (call, (self.number, call.stage.time, epoch, tuple(tokens[i] for i in call.key_inputs)))
-            for call in self._stages
+            (call, (self.number, stage, epoch, tuple(tokens[i] for i in call.key_inputs)))
+            for stage, call in enumerate(self._stages)
         ]
 
     def _tokens(self, values: list[Any]) -> dict[int, Hashable]:
@@ -200,7 +202,7 @@ class StagedGraph:
         held = self._held.get(key)
         if held is None:
             held = tuple(call.run(values))
-            self.stage_runs[call.stage.time] += 1
+            self.stage_runs[call.stage.time] += call.stage.capture_safe  # Row indices are part of their mask's work.
             self._held.put(key, held)
         return held
 

@@ -72,8 +72,7 @@ def assert_same_history(case: Case, staged: StagedGraph) -> None:
     for number, (request, step) in enumerate(case.history):
         values = inputs_of_call(case, request, step)
         values = [
-            w if label == BindingTime.MODEL else v
-            for w, v, label in zip(weights, values, case.labels, strict=True)
+            w if label == BindingTime.MODEL else v for w, v, label in zip(weights, values, case.labels, strict=True)
         ]
         before = [v.clone() for v in values]
         torch.manual_seed(number)

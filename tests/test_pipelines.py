@@ -207,9 +207,7 @@ def test_lora_loaded_scaled_fused_and_unloaded_between_pictures() -> None:
             torch.manual_seed(1)
             change(pipe.transformer)
 
-    config = LoraConfig(
-        r=2, lora_alpha=4, init_lora_weights=False, target_modules=["linear", "to_q", "net.0.proj"]
-    )
+    config = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["linear", "to_q", "net.0.proj"])
     both(lambda m: m.add_adapter(config, "style"))
     assert not torch.equal(pair.check(prompt=CAT), plain)
     for scale in (0.5, 1.0):

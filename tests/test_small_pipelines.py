@@ -30,9 +30,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, DiffusionPipeline]:
     return name, build_pipeline(name, dtype=dtype)
 
 
-def latents(
-    pipe: DiffusionPipeline, name: str, *, extra: dict[str, Any] | None = None, **call: Any
-) -> torch.Tensor:
+def latents(pipe: DiffusionPipeline, name: str, *, extra: dict[str, Any] | None = None, **call: Any) -> torch.Tensor:
     images = pipe(**example_call(name, **call), **(extra or {})).images
     assert isinstance(images, torch.Tensor)
     assert images.isfinite().all()
@@ -96,9 +94,7 @@ def test_ideogram_4_has_two_transformers() -> None:
     assert not any(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "close"), [("glm_image", "'glm-image'"), ("Ideogram4", "'ideogram-4'"), ("zzz", "")]
-)
+@pytest.mark.parametrize(("name", "close"), [("glm_image", "'glm-image'"), ("Ideogram4", "'ideogram-4'"), ("zzz", "")])
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str, close: str) -> None:
     with pytest.raises(ValueError, match="Known names: glm-image, ideogram-4") as caught:
         example_call(name)

@@ -17,9 +17,7 @@ SPECIAL = torch.tensor([[float("nan"), float("inf"), -1.0], [-0.0, -float("inf")
 MASKS = [torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)]
 
 
-def canonical(
-    function: Callable[..., torch.Tensor], *args: torch.Tensor
-) -> tuple[torch.fx.GraphModule, list[str]]:
+def canonical(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[torch.fx.GraphModule, list[str]]:
     gm = capture(function, *args)
     ctx = context()
     canonicalize_graph(gm, ctx)
@@ -132,9 +130,7 @@ def test_a_creator_that_keeps_strange_strides_is_left() -> None:
 
 
 def test_dynamic_sizes_read_the_graph_input_that_holds_them() -> None:
-    gm = capture(
-        lambda x: torch.zeros_like(x) + torch.arange(x.shape[0]).unsqueeze(-1), torch.ones(5, 3), dynamic=True
-    )
+    gm = capture(lambda x: torch.zeros_like(x) + torch.arange(x.shape[0]).unsqueeze(-1), torch.ones(5, 3), dynamic=True)
     canonicalize_graph(gm, context())
     eliminate_dead_code(gm, context())
     (x,) = [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor)]

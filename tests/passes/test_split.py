@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graphs import DIT_INPUTS, DIT_LABELS, capture, context, dit, text
@@ -108,14 +110,14 @@ def test_the_verifier_names_what_is_wrong() -> None:
     request, schedule, both = split.stages
     broken = [
         (
-            Program(split.placeholders, split.labels, (both, request, schedule), split.body),
+            replace(split, stages=(both, request, schedule)),
             "mm is not known yet",
         ),
         (
-            Program(split.placeholders, split.labels | {"text": split.labels["x"]}, split.stages, split.body),
+            replace(split, labels=split.labels | {"text": split.labels["x"]}),
             "known later",
         ),
-        (Program(split.placeholders, split.labels, split.stages, request), "held and never read"),
+        (replace(split, body=request), "held and never read"),
     ]
     for bad, message in broken:
         with pytest.raises(VerificationError, match=message):

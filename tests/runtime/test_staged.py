@@ -129,13 +129,9 @@ WEIGHT_EDITS: dict[str, Callable[[TinyDit], object]] = {
     "schedule weight in place": lambda m: m.modulation.weight.mul_(2),
     "buffer in place": lambda m: m.frequencies.mul_(2),
     "new parameter": lambda m: setattr(m.text_proj, "weight", nn.Parameter(m.text_proj.weight * 2)),
-    "storage replaced through .data": lambda m: setattr(
-        m.text_proj.weight, "data", m.text_proj.weight.data * 2
-    ),
+    "storage replaced through .data": lambda m: setattr(m.text_proj.weight, "data", m.text_proj.weight.data * 2),
     "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
-    "load_state_dict, assign": lambda m: m.load_state_dict(
-        {k: v * 2 for k, v in m.state_dict().items()}, assign=True
-    ),
+    "load_state_dict, assign": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
     "body weight only": lambda m: m.body.weight.mul_(2),
 }
 
