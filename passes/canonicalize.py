@@ -1,6 +1,6 @@
 """Canonical forms: one spelling for what models write in many, so that later passes match one shape.
 
-Three rewrites, each bitwise neutral:
+Four rewrites, each bitwise neutral:
 
 1. *Boolean-mask writes become static.* ``x[mask] *= s`` reaches the graph as ``index`` (of data-dependent
    shape, a host read), ``mul`` and ``index_put``. With ``m`` the mask broadcast over the trailing dimensions
@@ -10,12 +10,18 @@ Three rewrites, each bitwise neutral:
    chain of operations whose result for one element does not depend on its neighbours *or on where it lies in
    memory*; vectorised and scalar tails of ``exp`` differ in the last bit, so only operations that IEEE 754
    rounds exactly are taken. A scale stays a scale: ``NaN * 0.0`` is NaN and ``-1 * 0.0`` is ``-0.0``, which a
-   fill would not give. The mask must have exactly the leading dimensions of ``x``, and the result the layout
-   that ``index_put`` would have given it.
-2. *Creators that read only a shape* (``zeros_like``, ``full_like``, ``new_zeros`` ...) become ``full`` with
+   fill would not give. The mask must cover whole dimensions of ``x`` (``x[:, m]`` skips the first), and the result
+   have the layout that ``index_put`` would have given it.
+2. *Selections of a constant are fills*: ``where(m, v, x)`` becomes ``masked_fill(x, m, v)``, ``where(m, x, v)``
+   becomes ``masked_fill(x, ~m, v)``, and ``x * keep`` with a boolean ``keep`` on integers ``masked_fill(x, ~keep, 0)``.
+   Legality: each stores ``v`` or ``x`` element by element; ``v`` is the number the constant holds in its own dtype,
+   which both convert to ``x``'s dtype alike, and the mask does not enlarge ``x``.
+   For floating point ``x * keep`` is no fill (``NaN * 0`` is NaN,
+   ``-1 * 0`` is ``-0.0``): it stays a product, and the report says so.
+3. *Creators that read only a shape* (``zeros_like``, ``full_like``, ``new_zeros`` ...) become ``full`` with
    that shape, so that their result no longer depends on the tensor they were modelled on. Legality: the
    operators never read their argument's values; a result that would not be contiguous is left alone.
-3. *Sizes* (``sym_size``) become the graph input that holds the same symbol, for the same reason.
+4. *Sizes* (``sym_size``) become the graph input that holds the same symbol, for the same reason.
 """
 
 from __future__ import annotations
@@ -50,12 +56,16 @@ _CREATORS: dict[OpOverload, float | None] = {
 
 
 def canonicalize_graph(gm: fx.GraphModule, context: PassContext) -> int:
-    """Apply the three rewrites in place. Returns how many nodes were replaced."""
+    """Apply the four rewrites in place. Returns how many nodes were replaced."""
     replaced = 0
     sizes = _size_inputs(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is aten.index_put.default:
             new = _static_index_put(node, context)
+        elif node.target is aten.where.self:
+            new = _selected_constant(node)
+        elif node.target is aten.mul.Tensor:
+            new = _product_with_mask(node, context)
         elif node.target in _CREATORS:
             new = _creator(node, sizes)
         elif node.target is aten.sym_size.int:
@@ -99,18 +109,20 @@ def _creator(node: fx.Node, sizes: dict[str, fx.Node]) -> fx.Node | None:
 
 def _static_index_put(node: fx.Node, context: PassContext) -> fx.Node | None:
     x, indices, values, *accumulate = node.args
-    mask = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
-    if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool:
-        return None
     assert isinstance(x, fx.Node)
     assert isinstance(values, fx.Node)
-    leading = mask.meta["val"].ndim
-    rest = x.meta["val"].shape[leading:]
-    if any(accumulate) or mask.meta["val"].shape != x.meta["val"].shape[:leading]:
+    assert isinstance(indices, (list, tuple))
+    *skipped, mask = indices
+    if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool or any(skipped):
+        return None
+    start, end = len(skipped), len(skipped) + mask.meta["val"].ndim
+    rest = x.meta["val"].shape[end:]
+    if any(accumulate) or mask.meta["val"].shape != x.meta["val"].shape[start:end]:
         context.note("canonicalize", f"{node.name}: boolean index write left: {_why(accumulate)}")
         return None
 
-    chain = _exact_chain(values, x, mask)
+    chain = _exact_chain(values, x, indices)
+    # Behind skipped dimensions the values have these in front of the rows, and a row's value may differ in each.
     if chain is None and not _broadcasts(values.meta["val"].shape, rest):
         context.note("canonicalize", f"{node.name}: boolean index write left: values depend on the row")
         return None
@@ -130,6 +142,35 @@ def _static_index_put(node: fx.Node, context: PassContext) -> fx.Node | None:
         context.note("canonicalize", f"{node.name}: boolean index write left: the layout would change")
         return None
     return new
+
+
+def _selected_constant(node: fx.Node) -> fx.Node | None:
+    mask, chosen, other = node.args
+    if not isinstance(mask, fx.Node) or not isinstance(chosen, fx.Node) or not isinstance(other, fx.Node):
+        return None
+    for x, value, inverted in ((other, chosen, False), (chosen, other, True)):
+        number = _constant(value)
+        if number is None or not same_layout(x, node):
+            continue
+        where = call(node, aten.logical_not.default, mask) if inverted else mask
+        return call(node, aten.masked_fill.Scalar, x, where, number)
+    return None
+
+
+def _product_with_mask(node: fx.Node, context: PassContext) -> fx.Node | None:
+    for x, factor in (node.args, node.args[::-1]):
+        if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node):
+            return None
+        keep = factor.args[0] if factor.target is aten._to_copy.default else factor
+        if not isinstance(keep, fx.Node) or keep.meta["val"].dtype != torch.bool or not same_layout(x, node):
+            continue
+        if x.meta["val"].dtype.is_floating_point or x.meta["val"].dtype.is_complex:
+            context.note(
+                "canonicalize", f"{node.name} stays a product with a mask: 0 * NaN is no 0, and 0 * -1 is -0.0"
+            )
+            return None
+        return call(node, aten.masked_fill.Scalar, x, call(node, aten.logical_not.default, keep), 0)
+    return None
 
 
 def _why(accumulate: list[Any]) -> str:
@@ -155,8 +196,15 @@ def _constant(node: fx.Node) -> bool | int | float | complex | None:
     """The number a 0-dim value is known to be: ``full([], 2.5)``, or a tensor the model wrote as a literal."""
     if node.meta["val"].ndim:
         return None
-    if node.target is aten.full.default and not isinstance(node.args[1], fx.Node):
-        return node.args[1]  # type: ignore[return-value]
+    number: Any = None
+    if node.target is aten.full.default:
+        number = node.args[1]
+    elif node.target is aten.scalar_tensor.default:
+        number = node.args[0]
+    elif node.target in (aten.zeros.default, aten.ones.default):
+        number = int(node.target is aten.ones.default)
+    if isinstance(number, (bool, int, float)):
+        return torch.tensor(number, dtype=node.meta["val"].dtype).item()
     if node.target is aten.lift_fresh_copy.default and isinstance(node.args[0], fx.Node):
         literal = getattr(node.graph.owning_module, str(node.args[0].target), None)
         if node.args[0].op == "get_attr" and isinstance(literal, torch.Tensor) and literal.device.type == "cpu":
@@ -164,8 +212,8 @@ def _constant(node: fx.Node) -> bool | int | float | complex | None:
     return None
 
 
-def _exact_chain(values: fx.Node, x: fx.Node, mask: fx.Node) -> list[fx.Node] | None:
-    """The operations from ``x[mask]`` to ``values``, last first, if all are exact and take only scalars."""
+def _exact_chain(values: fx.Node, x: fx.Node, indices: list[Any] | tuple[Any, ...]) -> list[fx.Node] | None:
+    """The operations from ``x[indices]`` to ``values``, last first, if all are exact and take only scalars."""
     chain: list[fx.Node] = []
     node = values
     while node.target in _EXACT:
@@ -177,6 +225,6 @@ def _exact_chain(values: fx.Node, x: fx.Node, mask: fx.Node) -> list[fx.Node] | 
             return None
         chain.append(node)
         node = source
-    if node.target is not aten.index.Tensor or node.args[0] is not x or list(node.args[1]) != [mask]:  # type: ignore[arg-type]
+    if node.target is not aten.index.Tensor or node.args[0] is not x:
         return None
-    return chain
+    return chain if list(node.args[1]) == list(indices) else None  # type: ignore[arg-type]

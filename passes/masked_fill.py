@@ -90,7 +90,7 @@ def lower_masked_fill(program: Program, context: PassContext) -> Program:
     lowered = 0
     for site, reason in zip(sites, illegal, strict=True):
         if reason is None:
-            reason = _rewrite(gm.graph, site, rows)
+            reason = _rewrite(gm.graph, _match(site.node) or site, rows)  # Its x may be an earlier site's result.
         if reason is None:
             lowered += 1
         else:

@@ -16,6 +16,7 @@ from random_graphs import RandomGraph, bits_equal, random_graphs
 
 from dithoist.passes import TIMES, BindingTime, PassContext
 from dithoist.runtime.cache import HeldValues
+from dithoist.runtime.capture import breakable_cuda_graph
 from dithoist.runtime.staged import GraphInput, StagedGraph
 
 _LABELS = (BindingTime.MODEL, BindingTime.REQUEST, BindingTime.SCHEDULE, BindingTime.STEP)
@@ -25,18 +26,19 @@ _LABELS = (BindingTime.MODEL, BindingTime.REQUEST, BindingTime.SCHEDULE, Binding
 class Case:
     graph: RandomGraph
     labels: tuple[BindingTime, ...]
-    history: tuple[tuple[int, int], ...]
-    """(request, step) of each call."""
+    history: tuple[tuple[int, int, bool], ...]
+    """(request, step, whether a graph is being captured) of each call."""
     cached_bytes: int
+    in_place: bool
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, boolean_masks: bool = True) -> Case:
     graph = draw(random_graphs(boolean_masks=boolean_masks))
     labels = tuple(draw(st.sampled_from(_LABELS)) for _ in graph.inputs)
-    calls = st.tuples(st.integers(0, 1), st.integers(0, 2))
+    calls = st.tuples(st.integers(0, 1), st.integers(0, 2), st.booleans())
     history = tuple(draw(st.lists(calls, min_size=1, max_size=8)))
-    return Case(graph, labels, history, draw(st.sampled_from([0, 64, 10**6])))
+    return Case(graph, labels, history, draw(st.sampled_from([0, 64, 10**6])), draw(st.booleans()))
 
 
 def stage(case: Case, labels: tuple[BindingTime, ...] | None = None) -> StagedGraph:
@@ -47,7 +49,7 @@ def stage(case: Case, labels: tuple[BindingTime, ...] | None = None) -> StagedGr
         inputs,
         torch._dynamo.lookup_backend("eager"),
         HeldValues(case.cached_bytes),
-        context=lambda labels: PassContext(labels, verify=True),
+        context=lambda labels: PassContext(labels, in_place=case.in_place, verify=True),
     )
 
 
@@ -69,7 +71,7 @@ def flat(outputs: object) -> list[object]:
 
 def assert_same_history(case: Case, staged: StagedGraph) -> None:
     weights = inputs_of_call(case, 0, 0)
-    for number, (request, step) in enumerate(case.history):
+    for number, (request, step, capturing) in enumerate(case.history):
         values = inputs_of_call(case, request, step)
         values = [
             w if label == BindingTime.MODEL else v for w, v, label in zip(weights, values, case.labels, strict=True)
@@ -78,7 +80,8 @@ def assert_same_history(case: Case, staged: StagedGraph) -> None:
         torch.manual_seed(number)
         expected = flat(case.graph.gm(*values))
         torch.manual_seed(number)
-        actual = flat(staged(list(values)))
+        with breakable_cuda_graph(capturing):
+            actual = flat(staged(list(values)))
         assert len(actual) == len(expected)
         for a, e in zip(actual, expected, strict=True):
             if isinstance(e, torch.Tensor):

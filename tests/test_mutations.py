@@ -108,8 +108,8 @@ def accumulated(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return (x + 1).index_put((m,), torch.ones(()), accumulate=True)
 
 
-def scale_becomes_fill(values: Any, x: Any, mask: Any) -> Any:
-    return None if _exact_chain(values, x, mask) is None else []
+def scale_becomes_fill(values: Any, x: Any, indices: Any) -> Any:
+    return None if _exact_chain(values, x, indices) is None else []
 
 
 _exact_chain = canonicalize._exact_chain

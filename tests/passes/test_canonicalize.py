@@ -92,6 +92,51 @@ def accumulate(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return (x + 1).index_put((m,), torch.ones((), dtype=x.dtype), accumulate=True)
 
 
+def selected(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m.unsqueeze(-1), torch.tensor(2.5, dtype=x.dtype), x + 1)
+
+
+def selected_number(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m.unsqueeze(-1), x + 1, 0.1)
+
+
+def kept(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m.unsqueeze(-1), x + 1, torch.full((), -float("inf"), dtype=x.dtype))
+
+
+def integer_product(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return (x.nan_to_num(3.0, 7.0, -7.0).to(torch.int64) + 1) * (~m).unsqueeze(-1)
+
+
+def product(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return (x + 1) * (~m).unsqueeze(-1).to(x.dtype)
+
+
+def column(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[:, m] *= 0.5
+    y[:, m] = 1.5
+    return y
+
+
+def enlarged(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m.unsqueeze(-1), torch.ones((), dtype=x.dtype), x[:1] + 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "fills"),
+    [(selected, 1), (selected_number, 1), (kept, 1), (integer_product, 1), (column, 1), (product, 0), (enlarged, 0)],
+)  # fmt: skip
+def test_selections_of_a_constant_become_fills_where_the_bits_are_the_same(
+    function: Callable[..., torch.Tensor], fills: int
+) -> None:
+    gm, notes = canonical(function, SPECIAL, MASKS[0])
+    targets = [n.target for n in gm.graph.nodes]
+    assert targets.count(torch.ops.aten.masked_fill.Scalar) == fills
+    assert torch.ops.aten.index_put.default not in targets
+    assert any("stays a product" in note for note in notes) == (function is product)
+
+
 def test_what_is_not_bitwise_the_same_is_left_and_reported() -> None:
     for function, reason in ((inexact, "values depend on the row"), (accumulate, "it accumulates")):
         gm, notes = canonical(function, SPECIAL, MASKS[0])
@@ -99,7 +144,24 @@ def test_what_is_not_bitwise_the_same_is_left_and_reported() -> None:
         assert any(reason in note for note in notes), notes
 
 
-@pytest.mark.parametrize("function", [scale, fill, chain, row, full_mask, inexact, accumulate])
+@pytest.mark.parametrize(
+    "function",
+    [
+        scale,
+        fill,
+        chain,
+        row,
+        full_mask,
+        inexact,
+        accumulate,
+        selected,
+        kept,
+        integer_product,
+        product,
+        column,
+        enlarged,
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mask", MASKS, ids=["some", "none", "all"])
 def test_bits_are_those_of_the_model(
@@ -107,7 +169,9 @@ def test_bits_are_those_of_the_model(
 ) -> None:
     x = SPECIAL.to(dtype)
     gm, _ = canonical(function, x, mask)
-    assert bits_equal(gm(x, mask)[0], function(x, mask))
+    arguments = {"x": x, "m": mask}  # Placeholders stand in the order of first use.
+    outputs = gm(*[arguments[n.name] for n in gm.graph.find_nodes(op="placeholder")])
+    assert bits_equal(outputs[0], function(x, mask))
 
 
 def test_creators_no_longer_depend_on_the_tensor_whose_shape_they_take() -> None:
