@@ -94,9 +94,6 @@ LEGAL: dict[str, tuple[Callable[..., object], str]] = {
     "mask of the latents": (lambda x, m: (x + 1).masked_fill(x > 0, 0) * 2, "aten.masked_fill_.Scalar"),
     "mask over elements": (lambda x, m: (x + 1).masked_fill(m[0, :1, 0], 0) * 2, "dithoist.index_fill_.default"),
     "narrow rows": (lambda x, m: (x[..., :2] + 1).masked_fill(m, 0), "aten.masked_fill_.Scalar"),
-        lambda x, m: (x.transpose(0, 1) + 1).masked_fill(x.transpose(0, 1) > 0, 0),
-        "aten.masked_fill_.Scalar",
-    ),
 }
 ILLEGAL: dict[str, tuple[Callable[..., object], str]] = {
     "an input": (lambda x, m: x.masked_fill(m, 0) * 2, "is an input or held value"),
@@ -106,7 +103,7 @@ ILLEGAL: dict[str, tuple[Callable[..., object], str]] = {
     "a base read afterwards": (lambda x, m: (y := x + 1)[:1].masked_fill(m[:1], 0) + y, "afterwards"),
     "leaves itself": (lambda x, m: ((y := x + 1).masked_fill(m, 0), y), "output reads"),
     "overlapping": (lambda x, m: (x[:, :, :1] + 1).expand(2, 3, 8).masked_fill(m, 0), "another layout|overlaps itself"),
-    "transposed": (lambda x, m: ((y := x.transpose(0, 1) + 1).masked_fill(y > 1, 0)), "another layout"),
+    "transposed": (lambda x, m: (y := x.transpose(0, 1) + 1).masked_fill(y > 1, 0), "another layout"),
     "enlarged": (lambda x, m: (x[:1] + 1).masked_fill(m, 0), "another layout"),
     "complex": (lambda x, m: torch.view_as_real((x + 1j).masked_fill(m, 0)), "complex"),
 }
