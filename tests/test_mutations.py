@@ -22,8 +22,19 @@ from torch import nn
 from twins import TinyDit, Twins, tiny_inputs
 
 from dithoist import passes
-from dithoist.passes import binding_time, canonicalize, cse, cut, dead_code, effects, split
+from dithoist.passes import (
+    binding_time,
+    canonicalize,
+    cse,
+    cut,
+    dead_code,
+    effects,
+    masked_fill,
+    operators,
+    split,
+)  # fmt: skip
 from dithoist.runtime import identity, staged
+from dithoist.runtime.cache import HeldValues
 
 _stage = split._stage
 
@@ -234,6 +245,69 @@ def test_a_cut_that_recomputes_more_than_views_changes_no_number_but_is_counted(
         lazy = Twins(TinyDit())
         lazy.check(**tiny_inputs())
         assert lazy.report.graphs[0].by_time["step"].operations > kept
+
+
+def in_place(function: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Lower with a mask known before the step, run, and compare; the input must not be written."""
+    x, mask = torch.arange(48.0).view(2, 3, 8), torch.tensor([[True, False, True], [False, False, True]])
+
+    def check() -> None:
+        ctx = context(x="step", m="request")
+        ctx.in_place = True
+        gm = capture(function, x, mask)
+        staged_graph = staged.StagedGraph(
+            gm,
+            [staged.GraphInput(n, n, t) for n, t in ctx.labels.items()],
+            torch._dynamo.lookup_backend("eager"),
+            HeldValues(10**6),
+            context=lambda labels: ctx,
+        )
+        arguments = {"x": x.clone(), "m": mask}
+        actual = staged_graph([arguments[n.name] for n in gm.graph.find_nodes(op="placeholder")])[0]
+        assert bits_equal(actual, function(x, mask))
+        assert bits_equal(arguments["x"], x)
+
+    return check
+
+
+_leading = masked_fill._leading
+
+
+@pytest.mark.parametrize(
+    ("check", "mutant"),
+    [
+        (
+            in_place(lambda x, m: (y := x + 1).masked_fill(m.unsqueeze(-1), 0.0) + y),
+            mock.patch.object(masked_fill, "_illegal", return_value=None),
+        ),
+        (
+            in_place(lambda x, m: x.masked_fill(m.unsqueeze(-1), 0.0) + 1),
+            mock.patch.object(masked_fill, "_illegal", return_value=None),
+        ),
+        (
+            in_place(lambda x, m: (x + 1).masked_fill(m[:1].unsqueeze(-1), 0.0) + 1),
+            mock.patch.object(masked_fill, "_leading", side_effect=lambda mask, shape: _leading(mask, shape) - 1),
+        ),
+        (
+            in_place(lambda x, m: (x + 1).masked_fill(m.unsqueeze(-1), 0.0) + 1),
+            mock.patch.object(operators, "_as_rows", side_effect=lambda x, leading: x.view(-1, 4)),
+        ),
+    ],
+    ids=["last use ignored", "inputs written", "wrong leading dimensions", "wrong rows"],
+)
+def test_in_place_fills_that_break_a_rule(check: Callable[[], None], mutant: Any) -> None:
+    check()
+    with _unverified, mutant:
+        assert fails(check)
+
+
+def test_the_verifier_catches_a_write_to_an_input() -> None:
+    check = in_place(lambda x, m: x.masked_fill(m.unsqueeze(-1), 0.0) + 1)
+    with (
+        mock.patch.object(masked_fill, "_illegal", return_value=None),
+        pytest.raises(passes.VerificationError, match="writes x, which is not its own"),
+    ):
+        check()
 
 
 def test_the_verifier_catches_impure_work_in_a_hoisted_stage() -> None:
