@@ -28,6 +28,7 @@ where a scale leaves the other rows alone. On integers it would be exact, and is
 * *Same result*: ``x`` has the result's shape, dtype and strides (so the mask does not enlarge it), does not overlap
   itself, and is not complex. In-place and out-of-place run the same arithmetic on the elements the mask names and
   leave the others alone, for every value: NaN, infinities, zeros of both signs.
+* *Operands*: neither mask nor value lies in the memory to be written.
 * *Mask*: it is broadcast to ``x`` explicitly, aligned at the last dimension, never guessed: ``[B, S, 1]`` names rows of
   ``[B, S, D]``, ``[S]`` names elements of the last dimension.
 
@@ -137,6 +138,9 @@ def _illegal(site: _Site, order: dict[fx.Node, int]) -> str | None:
         return "the result has another layout than its input"
     if _overlaps_itself(value):
         return f"{x.name} overlaps itself"
+    for other in (site.mask, site.amount):
+        if isinstance(other, fx.Node) and view_base(other) is base:
+            return f"{other.name} lies in the memory to be written"
     own = {site.node, *(u for u in x.users if site.kind == "scale" and u is site.node.args[1])}
     for node in order:
         shares = view_base(node) is base if node.op != "output" else False

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from graphs import text
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dithoist import compile_pipeline, report, restore
 from dithoist.models.small import build_pipeline, example_call
 from dithoist.passes.effects import host_read
+from dithoist.passes.printing import format_node
 from dithoist.runtime import staged
 
 NAMES = ("glm-image", "ideogram-4")
@@ -124,6 +126,54 @@ def test_what_is_left_in_the_body_is_counted_and_reads_nothing_on_the_host(
     assert counts == COUNTS[name]
     forbidden = ("nonzero", "_local_scalar_dense", "masked_fill", "aten.index.Tensor", "index_put")
     assert not [op for op in ran if any(word in op for word in forbidden)]
+
+
+def prior_branch(gm: torch.fx.GraphModule) -> str:
+    """From the prior tokens' embedding to the activation behind their first projection."""
+    reached = {n for n in gm.graph.nodes if n.name.startswith("prior_")}
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and reached.intersection(node.all_input_nodes):
+            reached.add(node)
+            lines.append(format_node(node))
+            if node.target is torch.ops.aten.silu.default:
+                break
+    return "\n".join(lines)
+
+
+def test_golden_prior_branch_of_glm_image() -> None:
+    """``prior_embedding[prior_token_drop] *= 0.0`` breaks the Dynamo graph of the model as it is written."""
+    pair = Pair("glm-image")
+    pair.check(prompt=CAT, guidance=False, steps=1)
+    (graph,) = pair.compiled.transformer._compiled_call_impl.state.graphs
+    assert prior_branch(graph.source) == text("""
+        embedding: f32[1, 16, 64] = aten.embedding.default(prior_token_embedding_weight, prior_token_id)
+        index: f32[u0, 64] = aten.index.Tensor(embedding, [prior_token_drop])
+        sym_size_int: u0 = aten.sym_size.int(index, 0)
+        ge: u0 >= 0 = ge(sym_size_int, 0)
+        _assert_scalar = aten._assert_scalar.default(ge, Runtime assertion failed for expression u0 >= 0 on node 'ge')
+        le: u0 <= 16 = le(sym_size_int, 16)
+        _assert_scalar_1 = aten._assert_scalar.default(le, Runtime assertion failed for expression u0 <= 16 on node 'le')
+        mul_8: f32[u0, 64] = aten.mul.Tensor(index, 0.0)
+        index_put: f32[1, 16, 64] = aten.index_put.default(embedding, [prior_token_drop], mul_8)
+        t_3: f32[64, 64] = aten.t.default(prior_projector_net_0_proj_weight)
+        view_12: f32[16, 64] = aten.view.default(index_put, [16, 64])
+        addmm_3: f32[16, 64] = aten.addmm.default(prior_projector_net_0_proj_bias, view_12, t_3)
+        view_13: f32[1, 16, 64] = aten.view.default(addmm_3, [1, 16, 64])
+        silu: f32[1, 16, 64] = aten.silu.default(view_13)
+    """)
+    assert prior_branch(graph.analysed) == text("""
+        embedding: f32[1, 16, 64] = aten.embedding.default(prior_token_embedding_weight, prior_token_id)
+        unsqueeze_50: b8[1, 16, 1] = aten.unsqueeze.default(prior_token_drop, -1)
+        mul_47: f32[1, 16, 64] = aten.mul.Tensor(embedding, 0.0)
+        where: f32[1, 16, 64] = aten.where.self(unsqueeze_50, mul_47, embedding)
+        t_3: f32[64, 64] = aten.t.default(prior_projector_net_0_proj_weight)
+        view_12: f32[16, 64] = aten.view.default(where, [16, 64])
+        addmm_3: f32[16, 64] = aten.addmm.default(prior_projector_net_0_proj_bias, view_12, t_3)
+        view_13: f32[1, 16, 64] = aten.view.default(addmm_3, [1, 16, 64])
+        silu: f32[1, 16, 64] = aten.silu.default(view_13)
+    """)
+    assert prior_branch(graph.program.body.module) == ""  # All of it is the request's.
 
 
 def test_schedule_rows_are_computed_once_whatever_the_prompt() -> None:
