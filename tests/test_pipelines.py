@@ -161,7 +161,7 @@ def test_golden_prior_branch_of_glm_image() -> None:
         addmm_3: f32[16, 64] = aten.addmm.default(prior_projector_net_0_proj_bias, view_12, t_3)
         view_13: f32[1, 16, 64] = aten.view.default(addmm_3, [1, 16, 64])
         silu: f32[1, 16, 64] = aten.silu.default(view_13)
-    """)
+    """)  # noqa: E501
     assert prior_branch(graph.analysed) == text("""
         embedding: f32[1, 16, 64] = aten.embedding.default(prior_token_embedding_weight, prior_token_id)
         unsqueeze_50: b8[1, 16, 1] = aten.unsqueeze.default(prior_token_drop, -1)
