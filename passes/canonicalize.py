@@ -10,8 +10,9 @@ Four rewrites, each bitwise neutral:
    chain of operations whose result for one element does not depend on its neighbours *or on where it lies in
    memory*; vectorised and scalar tails of ``exp`` differ in the last bit, so only operations that IEEE 754
    rounds exactly are taken. A scale stays a scale: ``NaN * 0.0`` is NaN and ``-1 * 0.0`` is ``-0.0``, which a
-   fill would not give. The mask must cover whole dimensions of ``x`` (``x[:, m]`` skips the first), and the result
-   have the layout that ``index_put`` would have given it.
+   fill would not give. (Which NaN a bfloat16 or float16 product gives depends on its place in memory, in eager code
+   as well; that it is one does not.) The mask must cover whole dimensions of ``x`` (``x[:, m]`` skips the first),
+   and the result have the layout that ``index_put`` would have given it.
 2. *Selections of a constant are fills*: ``where(m, v, x)`` becomes ``masked_fill(x, m, v)``, ``where(m, x, v)``
    becomes ``masked_fill(x, ~m, v)``, and ``x * keep`` with a boolean ``keep`` on integers ``masked_fill(x, ~keep, 0)``.
    Legality: each stores ``v`` or ``x`` element by element; ``v`` is the number the constant holds in its own dtype,
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .context import PassContext
 from .edit import call, same_layout
@@ -203,12 +205,13 @@ def _constant(node: fx.Node) -> bool | int | float | complex | None:
         number = node.args[0]
     elif node.target in (aten.zeros.default, aten.ones.default):
         number = int(node.target is aten.ones.default)
-    if isinstance(number, (bool, int, float)):
-        return torch.tensor(number, dtype=node.meta["val"].dtype).item()
-    if node.target is aten.lift_fresh_copy.default and isinstance(node.args[0], fx.Node):
-        literal = getattr(node.graph.owning_module, str(node.args[0].target), None)
-        if node.args[0].op == "get_attr" and isinstance(literal, torch.Tensor) and literal.device.type == "cpu":
-            return literal.item()
+    with unset_fake_temporarily():  # Capture runs us under its fake mode; these are real numbers.
+        if isinstance(number, (bool, int, float)):
+            return torch.tensor(number, dtype=node.meta["val"].dtype).item()
+        if node.target is aten.lift_fresh_copy.default and isinstance(node.args[0], fx.Node):
+            literal = getattr(node.graph.owning_module, str(node.args[0].target), None)
+            if node.args[0].op == "get_attr" and isinstance(literal, torch.Tensor) and literal.device.type == "cpu":
+                return literal.item()
     return None
 
 
@@ -216,10 +219,13 @@ def _exact_chain(values: fx.Node, x: fx.Node, indices: list[Any] | tuple[Any, ..
     """The operations from ``x[indices]`` to ``values``, last first, if all are exact and take only scalars."""
     chain: list[fx.Node] = []
     node = values
+    if x.meta["val"].is_complex():  # Complex products and quotients are not rounded once.
+        return None
     while node.target in _EXACT:
         source = node.args[0]
         others = [a for a in node.args[1:] if isinstance(a, fx.Node)]
-        if not isinstance(source, fx.Node) or any(o.meta["val"].ndim for o in others):
+        # alpha and rounding_mode make two operations of one, which may or may not be fused.
+        if not isinstance(source, fx.Node) or node.kwargs or any(o.meta["val"].ndim for o in others):
             return None
         if node.meta["val"].dtype != x.meta["val"].dtype:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ def operations(gm: fx.GraphModule) -> int:
 
 def flops(gm: fx.GraphModule) -> int:
     """Floating-point operations of matrix products, convolutions and attention, by PyTorch's own formulas
-    (``torch.utils.flop_counter``: a multiply-add counts two). Dynamic sizes count at their hint."""
+    (``torch.utils.flop_counter``: a multiply-add counts two). Dynamic sizes count as seen at capture."""
     return sum(_node_flops(node) for node in gm.graph.nodes)
 
 
@@ -43,14 +44,26 @@ def _node_flops(node: fx.Node) -> int:
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _hinted(n.meta["val"]))
+    return int(formula(*args, **kwargs, out_val=_hinted(node.meta["val"])))
+
+
+def _hinted(value: Any) -> Any:
+    """``value`` with every dynamic size replaced by the one seen at capture; a data-dependent size by 0."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint or 0
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hinted(s) for s in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return type(value)(_hinted(v) for v in value)
+    return value
 
 
 def tensor_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the nodes' tensors."""
     values = (n.meta.get("val") for n in nodes)
-    return sum(int(v.numel()) * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    tensors = (_hinted(v) for v in values if isinstance(v, torch.Tensor))
+    return sum(v.numel() * v.element_size() for v in tensors)
 
 
 def host_reads(gm: fx.GraphModule) -> list[str]:

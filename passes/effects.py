@@ -31,6 +31,15 @@ _SIZE_ARITHMETIC: frozenset[Callable[..., Any]] = frozenset(
     }
 )  # fmt: skip
 
+# Views whose schema does not say so, on the promise that the argument is not used any more.
+_SILENT_VIEWS: frozenset[OpOverload] = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+
 # Namespaces whose operators state all their effects in schema and tags. Custom operators may keep state.
 _TRUSTED_NAMESPACES = frozenset({"aten", "prims", "prim", "dithoist"})
 
@@ -93,7 +102,7 @@ def is_view(node: fx.Node) -> bool:
         return isinstance(source, fx.Node) and is_view(source)
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target is torch.ops.aten._unsafe_view.default:  # A view that does not say so.
+    if node.target in _SILENT_VIEWS:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
 

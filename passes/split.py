@@ -24,7 +24,7 @@ from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .cut import choose_held, is_input
 from .edit import call
-from .effects import pinned_reason, storage_owner
+from .effects import pinned_reason, view_base
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,29 @@ def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
 
 
 def _copy_held_outputs(gm: fx.GraphModule, context: PassContext) -> None:
+    """Give the caller a copy of each held value that leaves, and the views the model took of it on that copy."""
     (output,) = gm.graph.find_nodes(op="output")
     copies: dict[fx.Node, fx.Node] = {}
-    for node in output.all_input_nodes:
-        owner = storage_owner(node)
-        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-        if is_tensor and not is_input(owner) and binding_time(owner) != BindingTime.STEP:
-            copies[node] = call(node, torch.ops.aten.clone.default, node)
-            output.prepend(copies[node])
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            if node is view_base(node):
+                copies[node] = call(node, torch.ops.aten.clone.default, node)
+                output.prepend(copies[node])
+            else:
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                base = copy(source)
+                with gm.graph.inserting_before(output):
+                    copies[node] = gm.graph.node_copy(node, lambda n: base if n is source else n)
             copies[node].meta["binding_time"] = BindingTime.STEP
+        return copies[node]
+
+    for node in output.all_input_nodes:
+        base = view_base(node)
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        if is_tensor and not is_input(base) and binding_time(base) != BindingTime.STEP:
+            copy(node)
             context.note("split", f"output {node.name} is known before the loop: the caller gets a copy")
     output.args = fx.node.map_arg(output.args, lambda n: copies.get(n, n))
 

@@ -22,7 +22,7 @@ from ..passes import BindingTime, PassContext
 from . import env
 from .settings import Settings
 from .staged import GraphInput, StagedGraph
-from .state import DenoiserState
+from .state import DenoiserState, log
 
 _ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -70,7 +70,8 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> tuple[str, BindingTi
     match = _ARGUMENT.match(name)
     if isinstance(value, (torch.SymInt, int)):
         return name, BindingTime.REQUEST
-    if match is None or match["local"] == "self":  # Attributes of the model and globals.
+    of_a_module = re.search(r"\b(_parameters|_buffers|_modules)\b", name) is not None
+    if match is None or match["local"] == "self" or of_a_module:  # Attributes of the model and globals.
         return _weight_name(name), BindingTime.MODEL
     argument = match["local"]
     if argument == "kwargs" and match["key"]:
@@ -106,6 +107,7 @@ def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state
                 verify=env.verify(),
                 dump=_dumper(state),
             ),
+            generation=state.generation,
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
@@ -153,9 +155,12 @@ class _Guarded:
     def __call__(self, args: list[Any]) -> Any:
         self._state.graph_calls += 1
         if self._staged is not None:
+            random_state = torch.get_rng_state() if self._staged.draws else None
             try:
                 return self._staged(args)
             except Exception as error:
+                if random_state is not None:
+                    torch.set_rng_state(random_state)
                 # What the model itself raises is raised again here, and the staged graph stays.
                 result = self._aot.forward(*args)
                 self._staged = None
@@ -168,13 +173,16 @@ def _dumper(state: DenoiserState) -> Callable[[str, fx.GraphModule], None] | Non
     folder = env.dump_dir()
     if folder is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
 
     def dump(title: str, gm: fx.GraphModule) -> None:
         gm.recompile()
         text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
         number = next(_dump_numbers)
-        (folder / f"{number:04}_{state.name}_{title}.py").write_text(text)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number:04}_{state.name}_{title}.py").write_text(text)
+        except OSError as error:
+            log.warning("DITHOIST_DUMP: %s", error)
 
     return dump
 

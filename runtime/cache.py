@@ -11,6 +11,9 @@ import torch
 
 Values = tuple[Any, ...]
 
+MAX_ENTRIES = 4096
+"""However small the entries are: each also costs about a kilobyte of Python objects."""
+
 
 def tensor_bytes(values: Sequence[Any]) -> int:
     """Bytes of memory the tensors keep alive, each storage once."""
@@ -23,7 +26,7 @@ def tensor_bytes(values: Sequence[Any]) -> int:
 
 
 class HeldValues:
-    """A bounded map from a key to the values one run of a stage gave.
+    """A bounded map from a key to tensors: what one run of a stage gave, or a private copy of an input.
 
     An entry appears only when it is whole. One that is larger than the bound is not kept: its stage runs
     again at each call, which costs time and never a number. Graphs of several threads may share one.
@@ -44,12 +47,18 @@ class HeldValues:
     def get(self, key: Hashable) -> Values | None:
         """The entry's values, now the most recently used, or ``None``."""
         with self._lock:
+            values = self.peek(key)
+            self.hits += values is not None
+            self.misses += values is None
+            return values
+
+    def peek(self, key: Hashable) -> Values | None:
+        """As :meth:`get`, without counting a hit or a miss."""
+        with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                self.misses += 1
                 return None
             self._entries.move_to_end(key)
-            self.hits += 1
             return entry[0]
 
     def put(self, key: Hashable, values: Values) -> None:
@@ -62,7 +71,7 @@ class HeldValues:
             self._discard(key)
             self._entries[key] = (values, size)
             self.bytes += size
-            while self.bytes > self.max_bytes:
+            while self.bytes > self.max_bytes or len(self._entries) > MAX_ENTRIES:
                 self._discard(next(iter(self._entries)))
                 self.evictions += 1
 

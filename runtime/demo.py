@@ -66,6 +66,8 @@ class _Generator:
         """One generation, or its first steps; keeps latents and picture. Returns the seconds from each step's
         end to the next's, so the first step, which may fill tables, is not among them."""
         last = stop_after or self.steps
+        if not self.progress.console.is_terminal:  # A bar would not show.
+            self.progress.console.print(f"{self.name}: {title} ...")
         task = self.progress.add_task(f"{self.name}: {title}", total=last)
         ends: list[float] = []
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import TorchDynamoException
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.jit._trace import is_tracing as is_jit_tracing
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..models.families import argument_labels
 from . import env
@@ -29,6 +34,9 @@ class CompiledDenoiser:
         self.module = module
         self.state = state
         self.previous: Callable[..., Any] | None = None
+        self._had_previous = False
+        # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
+        weakref.finalize(module, state.held.clear)
         self._broken = False
         options: dict[str, Any] = {"backend": make_backend(state), "dynamic": state.settings.dynamic}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
@@ -38,12 +46,15 @@ class CompiledDenoiser:
 
     def install(self) -> None:
         """Make the module call this object."""
+        self._had_previous = "_compiled_call_impl" in vars(self.module)
         self.previous = self.module._compiled_call_impl
         self.module._compiled_call_impl = self
 
     def remove(self) -> None:
         """Leave the module as it was before :meth:`install` and free what is held."""
         self.module._compiled_call_impl = self.previous
+        if not self._had_previous:
+            del self.module._compiled_call_impl
         self.state.held.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,10 +62,15 @@ class CompiledDenoiser:
             return self.module._call_impl(*args, **kwargs)
         ran = self.state.graph_calls
         try:
-            # Boolean indices give data-dependent shapes; canonicalisation makes them static.
-            with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+            # Boolean indices give data-dependent shapes, which canonicalisation makes static; and hooks put on a
+            # submodule after the first call must be seen.
+            with dynamo_config.patch(capture_dynamic_output_shape_ops=True, skip_nnmodule_hook_guards=False):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
+            if _model_was_running(error):  # Part of the call has been made; making it again would do that twice.
+                self._broken = True
+                self.state.fall_back(f"capture failed behind a graph break: {type(error).__name__}: {error}", error)
+                raise
             # An error of the model's own is raised again here, in its own words.
             result = self.module._call_impl(*args, **kwargs)
             self._broken = True
@@ -65,7 +81,10 @@ class CompiledDenoiser:
         return result
 
     def _applies(self) -> bool:
-        if env.disabled():
+        if env.disabled() or _is_being_traced():
+            return False
+        if _has_any_global_hook():
+            self.state.fall_back("a global module hook is registered, which compiled code would not call")
             return False
         if self.module.training:
             self.state.fall_back("it is in training mode; call .eval() on it")
@@ -76,6 +95,31 @@ class CompiledDenoiser:
         return True
 
 
+def _is_being_traced() -> bool:
+    """Whether somebody traces the model right now and wants its operations, not ours."""
+    return is_jit_tracing() or get_proxy_mode() is not None
+
+
+def _model_was_running(error: BaseException) -> bool:
+    """Whether capture failed behind a graph break, when part of the model's code had run already.
+
+    Dynamo compiles a frame before it runs any of it, so that is so where code of neither torch nor ours stands
+    between our call and the compiler in the traceback.
+    """
+    ours = Path(__file__).parents[1]
+    torch_root = Path(torch.__file__).parent
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename.endswith("convert_frame.py"):
+            return False
+        path = Path(code.co_filename)
+        if path.is_absolute() and not path.is_relative_to(torch_root) and ours / "runtime" not in path.parents:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def compiled_denoiser(module: object) -> CompiledDenoiser | None:
     """The wrapper of a compiled module, or ``None``."""
     wrapper = getattr(module, "_compiled_call_impl", None)
@@ -83,9 +127,15 @@ def compiled_denoiser(module: object) -> CompiledDenoiser | None:
 
 
 def prepare_denoiser(
-    module: torch.nn.Module, name: str, settings: Settings, labels: dict[str, str] | None = None
+    module: torch.nn.Module,
+    name: str,
+    settings: Settings,
+    labels: dict[str, str] | None = None,
+    generation: Callable[[], object] = lambda: None,
 ) -> CompiledDenoiser:
     """Check everything about ``module`` and make its wrapper, without touching the module.
+
+    ``generation`` gives an object that is another one in each generation, if somebody knows.
 
     Raises:
         TypeError: ``module`` is no ``nn.Module``.
@@ -98,7 +148,8 @@ def prepare_denoiser(
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return CompiledDenoiser(module, DenoiserState(name, settings, chosen, arguments, weight_bytes))
+    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, generation)
+    return CompiledDenoiser(module, state)
 
 
 @suggest_arguments

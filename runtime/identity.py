@@ -18,23 +18,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from .cache import HeldValues
+
 _SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
-_HASH_ROW = 8192
+_HASH_ROW = 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two CPU tensors agree in layout and in every bit (``-0.0`` differs from ``0.0``)."""
-    if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+    """Whether two CPU tensors agree in dtype, shape and every bit (``-0.0`` differs from ``0.0``)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype == torch.bool:
         return torch.equal(a, b)
@@ -59,18 +63,20 @@ def _small_token(value: torch.Tensor) -> Hashable:
 class InputIdentity:
     """Tokens for the successive values of one graph input."""
 
-    def __init__(self, *, read_device: bool) -> None:
-        """``read_device``: copy accelerator values to the host (a schedule input) or go by object."""
+    def __init__(self, held: HeldValues, owner: Hashable, *, read_device: bool = False) -> None:
+        """
+        Args:
+            held: where private copies live, within its bound.
+            owner: first part of their keys.
+            read_device: copy accelerator values to the host (a schedule input) or go by object.
+        """
         self.read_device = read_device
         self.host_reads = 0
+        self._held = held
+        self._owner = owner
         self._fresh = itertools.count()
-        self._snapshots: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._strides: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._objects: OrderedDict[int, tuple[torch.Tensor, int]] = OrderedDict()
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the private snapshots."""
-        return sum(s.numel() * s.element_size() for s in self._snapshots.values())
 
     def token(self, value: Any) -> Hashable:
         """A token that two values share only if they have the same bits."""
@@ -81,22 +87,30 @@ class InputIdentity:
                 return self._object_token(value)
             self.host_reads += 1
             value = value.cpu()
-        if value.layout != torch.strided or value.is_conj() or value.is_neg() or type(value) is not torch.Tensor:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return self._object_token(value)
+        value = value.detach().resolve_conj().resolve_neg()
         if value.numel() * value.element_size() <= _SMALL_BYTES:
             return _small_token(value)
         return self._snapshot_token(value)
 
+    def _key(self, token: int) -> Hashable:
+        return self._owner, "snapshot", id(self), token
+
     def _snapshot_token(self, value: torch.Tensor) -> Hashable:
-        for token in reversed(self._snapshots):
-            if same_bits(value, self._snapshots[token]):
-                self._snapshots.move_to_end(token)
+        for token in reversed(list(self._strides)):
+            snapshot = self._held.peek(self._key(token))
+            if snapshot is None:
+                del self._strides[token]
+            elif value.stride() == self._strides[token] and same_bits(value, snapshot[0]):
+                self._strides.move_to_end(token)
                 return token
         token = next(self._fresh)
-        snapshot = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        self._snapshots[token] = snapshot.copy_(value.detach())
-        if len(self._snapshots) > _MAX_SNAPSHOTS:
-            self._snapshots.popitem(last=False)
+        # Contiguous, whatever the strides: an expanded tensor's memory could not be written.
+        self._held.put(self._key(token), (value.clone(memory_format=torch.contiguous_format),))
+        self._strides[token] = value.stride()
+        if len(self._strides) > _MAX_SNAPSHOTS:
+            self._strides.popitem(last=False)
         return token
 
     def _object_token(self, value: torch.Tensor) -> Hashable:
@@ -119,43 +133,43 @@ _version = operator.attrgetter("_version")
 def _versions(weights: Sequence[torch.Tensor]) -> list[int]:
     try:
         return list(map(_version, weights))
-    except RuntimeError:  # Inference tensors have no counter; nothing outside inference mode can write them.
-        return [0 if w.is_inference() else w._version for w in weights]
+    except RuntimeError:  # Inference tensors have no counter.
+        return [-1 if w.is_inference() else w._version for w in weights]
 
 
 class WeightsIdentity:
-    """Whether the weights that hoisted work reads are still those it read."""
+    """Whether the weights that hoisted work reads are still those it read. Keeps none of them alive."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._weights: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._pointers: list[int] = []
-        self._hashes: list[int] = []
+        self._weights: list[weakref.ref[torch.Tensor]] = []
+        self._states: list[tuple[int, int, int]] = []
+        self._fast: tuple[list[int], list[int]] = ([], [])
 
     def check(self, weights: list[torch.Tensor], *, deep: bool) -> list[int]:
         """Which weights changed since the last check; a change begins a new epoch.
 
         Args:
             weights: what hoisted work reads, always the same number in the same order.
-            deep: hash the bytes too (one pass over the weights).
+            deep: hash the bytes too (one pass over the weights). Weights without a version counter, made in
+                ``inference_mode``, are hashed at every check.
 
         Returns:
             Positions in ``weights``; at the first check all of them.
         """
-        pointers = list(map(torch.Tensor.data_ptr, weights))
-        versions = _versions(weights)
-        same = all(map(operator.is_, weights, self._weights)) and len(weights) == len(self._weights)
-        same = same and versions == self._versions and pointers == self._pointers
-        if same and not deep:
+        fast = _versions(weights), list(map(torch.Tensor.data_ptr, weights))
+        known = [reference() for reference in self._weights]
+        same = len(known) == len(weights) and all(map(operator.is_, weights, known)) and fast == self._fast
+        if same and not deep and -1 not in fast[0]:
             return []
-        hashes = _hash(weights)
-        now = list(zip(map(id, weights), versions, pointers, hashes, strict=True))
-        before = list(zip(map(id, self._weights), self._versions, self._pointers, self._hashes, strict=True))
-        changed = [i for i, state in enumerate(now) if i >= len(before) or state != before[i]]
-        if changed:
-            self.epoch += 1
-        self._weights, self._versions, self._pointers, self._hashes = list(weights), versions, pointers, hashes
+        states = list(zip(*fast, _hash(weights), strict=True))
+        changed = [
+            i
+            for i, weight in enumerate(weights)
+            if i >= len(known) or weight is not known[i] or states[i] != self._states[i]
+        ]
+        self.epoch += bool(changed)
+        self._weights, self._states, self._fast = list(map(weakref.ref, weights)), states, fast
         return changed
 
 
@@ -166,20 +180,31 @@ def _hash(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """The bytes as a table of 64-bit words: its row sums and column sums, each weighted by position.
+    """A number that depends on every byte and its place: with the bytes as a table ``W`` of 64-bit words,
+    ``r W c`` for fixed vectors of odd pseudo-random numbers.
 
-    Two passes at memory speed, and moving values about changes it (``torch.hash_tensor``, an exclusive or,
-    would not see that). Integer sums wrap, so the result does not depend on the order of summation.
+    (``torch.hash_tensor``, an exclusive or, would not see values that changed places.) Integers wrap, so the
+    result does not depend on the order of summation. Blocks bound the temporary memory.
     """
     data = _bytes(weight)
     if data.storage_offset() % 8:
         data = data.clone()
-    whole = data.numel() - data.numel() % _HASH_ROW
-    tail = torch.nn.functional.pad(data[whole:], (0, _HASH_ROW - (data.numel() - whole)))
+    row = _HASH_ROW * 8
+    whole = data.numel() - data.numel() % row
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    for part in (data[:whole], tail):
-        words = part.view(torch.int64).view(-1, _HASH_ROW // 8)
-        for sums in (words.sum(0), words.sum(1)):
-            position = torch.arange(1, sums.numel() + 1, device=data.device)
-            total = total * 6364136223846793005 + (sums * (position * 2862933555777941757 + 1)).sum()
+    parts = list(data[:whole].split(row * _HASH_ROW)) if whole else []
+    if whole < data.numel():
+        parts.append(torch.nn.functional.pad(data[whole:], (0, row - (data.numel() - whole))))
+    for part in parts:
+        sums = (part.view(torch.int64).view(-1, _HASH_ROW) * _odd_numbers(_HASH_ROW, data.device)).sum(1)
+        total = total * 6364136223846793005 + (sums * _odd_numbers(len(sums), data.device)).sum()
     return total
+
+
+@functools.lru_cache(maxsize=64)
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` odd 64-bit numbers without a pattern, always the same (the finaliser of splitmix64)."""
+    x = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return (x ^ (x >> 31)) | 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -83,8 +84,21 @@ def compile_pipeline(
     """
     settings = Settings(backend, dynamic, strict, max_cached_bytes)
     denoisers = find_denoisers(pipe)
-    replace_denoisers([prepare_denoiser(module, name, settings) for name, module in denoisers.items()])
+    generation = _Generation(pipe)
+    replace_denoisers(
+        [prepare_denoiser(module, name, settings, generation=generation) for name, module in denoisers.items()]
+    )
     return pipe
+
+
+class _Generation:
+    """The schedule the pipeline runs: ``set_timesteps`` makes a new tensor at the start of each generation."""
+
+    def __init__(self, pipe: object) -> None:
+        self._pipe = weakref.ref(pipe)
+
+    def __call__(self) -> object:
+        return getattr(getattr(self._pipe(), "scheduler", None), "timesteps", None)
 
 
 def compiled_denoisers(target: Any) -> list[CompiledDenoiser]:

@@ -108,7 +108,7 @@ class Report:
         console = Console(file=io.StringIO(), width=112, record=True)
         for denoiser in self.denoisers:
             _print_denoiser(console, denoiser)
-        return console.export_text().rstrip()
+        return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
 
 def report(target: Any) -> Report:
@@ -137,7 +137,7 @@ def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
         fallbacks=list(state.fallbacks),
         recompiles=state.recompiles,
         graph_breaks=state.graph_breaks,
-        bytes_held=state.held.bytes + sum(g.snapshot_bytes for g in graphs),
+        bytes_held=state.held.bytes,
         cache_hits=state.held.hits,
         cache_misses=state.held.misses,
         cache_evictions=state.held.evictions,
@@ -208,8 +208,8 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
         console.print(f"  fell back: {reason}", highlight=False)
     console.print(
         f"  held now {human(denoiser.bytes_held)}; {denoiser.cache_hits} hits, {denoiser.cache_misses} misses, "
-        f"{denoiser.cache_evictions} evictions; {denoiser.recompiles} recompiles, "
-        f"{denoiser.graph_breaks} graph breaks\n"
+        f"{denoiser.cache_evictions} evictions; recompiles: {denoiser.recompiles}; "
+        f"graph breaks: {denoiser.graph_breaks}\n"
     )
 
 

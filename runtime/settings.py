@@ -48,8 +48,15 @@ class Settings:
                 raise ValueError(f"backend={self.backend!r} is unknown{close_matches(self.backend, known)}")
         elif not callable(self.backend):
             raise TypeError(f"backend must be a name or a callable, not {type(self.backend).__name__}")
-        if self.max_cached_bytes is not None and self.max_cached_bytes < 0:
-            raise ValueError(f"max_cached_bytes={self.max_cached_bytes} must be at least 0, or None for the default")
+        if self.dynamic not in (None, True, False):
+            raise TypeError(f"dynamic={self.dynamic!r} must be None, True or False")
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict={self.strict!r} must be True or False")
+        limit = self.max_cached_bytes
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+            raise TypeError(f"max_cached_bytes={limit!r} must be a whole number of bytes, or None for the default")
+        if limit is not None and limit < 0:
+            raise ValueError(f"max_cached_bytes={limit} must be at least 0, or None for the default")
 
     def resolve_backend(self) -> Callable[..., Any]:
         """The back end as a function of a graph and its example inputs."""
@@ -65,14 +72,17 @@ def parse_labels(labels: dict[str, str] | None, arguments: Iterable[str]) -> dic
     """Binding times by argument name, from the user's ``{"t": "schedule", "x": "step"}``.
 
     Raises:
+        TypeError: not a dictionary.
         ValueError: an argument ``forward`` does not take, or a binding time that does not exist.
     """
     known = list(arguments)
     parsed: dict[str, BindingTime] = {}
+    if labels is not None and not isinstance(labels, dict):
+        raise TypeError(f"labels must map argument names to binding times, not {type(labels).__name__}")
     for name, label in (labels or {}).items():
         if name not in known:
             raise ValueError(f"labels[{name!r}]: forward has no such argument{close_matches(name, known)}")
-        if label not in _LABELS:
+        if not isinstance(label, str) or label not in _LABELS:
             raise ValueError(f"labels[{name!r}]={label!r} is no binding time{close_matches(label, _LABELS)}")
         parsed[name] = _LABELS[label]
     return parsed

@@ -16,11 +16,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program
 from ..passes.edit import copy_graph
+from ..passes.effects import is_random
 from . import capture
 from .cache import HeldValues, Values
 from .identity import InputIdentity, WeightsIdentity
@@ -29,6 +31,7 @@ DEMOTE_AFTER = 4
 """An input that changed in more than this many steps in a row is treated as one that changes every step."""
 
 _MAX_BRANCHES = 8
+_MAX_LOOPS = 64
 _MAX_STEPS = 4096
 _graph_numbers = itertools.count()
 
@@ -44,10 +47,10 @@ class GraphInput:
 
 @dataclass
 class _Progress:
-    """How far the generation of one guidance branch has come, in schedule tokens."""
+    """How far the loop of one guidance branch has come: schedule tokens so far, and the last timestep."""
 
-    last: Hashable = None
     seen: set[Hashable] = field(default_factory=set)
+    position: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class StagedGraph:
         held: HeldValues,
         *,
         context: Callable[[dict[str, BindingTime]], PassContext] = PassContext,
+        generation: Callable[[], object] = lambda: None,
     ) -> None:
         """Split and compile.
 
@@ -101,18 +105,23 @@ class StagedGraph:
             backend: compiles each stage.
             held: where held values live; may be shared with other graphs.
             context: makes the passes' context from the labels by node name.
+            generation: gives an object that is another one in each generation, if somebody knows.
         """
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
         self.demoted: list[str] = []
         self.calls = 0
         self.stage_runs = dict.fromkeys(TIMES, 0)
+        self.draws = any(is_random(node) for node in gm.graph.nodes)
         self.number = next(_graph_numbers)
         weakref.finalize(self, held.drop, self.number)
+        weakref.finalize(self, held.drop, ("inputs", self.number))
         self.source = gm
         self._backend = backend
         self._held = held
         self._make_context = context
+        self._generation = generation
+        self._last_generation: object = None
         self._lock = threading.RLock()
         self._build()
 
@@ -138,13 +147,18 @@ class StagedGraph:
         self._body = self._stage_call(eager_body, position) if eager_body else self._captured_body
         keyed = sorted({i for s in self._stages for i in s.key_inputs})
         self._identities = {
-            i: InputIdentity(read_device=self.labels[self.program.placeholders[i]] == BindingTime.SCHEDULE)
+            i: InputIdentity(
+                self._held,
+                ("inputs", self.number),  # Apart from the stages' values, which go when a weight changes.
+                read_device=self.labels[self.program.placeholders[i]] == BindingTime.SCHEDULE,
+            )
             for i in keyed
         }
         self._request_inputs = self._keyed_with(BindingTime.REQUEST)
         self._schedule_inputs = self._keyed_with(BindingTime.SCHEDULE)
         self._weights_identity = WeightsIdentity()
         self._progress: dict[Hashable, _Progress] = {}
+        self._direction = 0.0  # The way timesteps went the last time they went on.
         self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
         self._changes: dict[int, int] = {}
         self._last_schedule: Hashable = None
@@ -181,7 +195,7 @@ class StagedGraph:
         tokens = self._tokens(values)
         request = tuple(tokens[i] for i in self._request_inputs)
         schedule = tuple(tokens[i] for i in self._schedule_inputs)
-        starts = self._starts_generation(request, schedule)
+        starts = self._starts_generation(request, schedule, self._position(values))
         changed = self._weights_identity.check([values[i] for i in self._weights], deep=starts)
         if changed:
             self._held.drop(self.number)
@@ -206,20 +220,40 @@ class StagedGraph:
             self._held.put(key, held)
         return held
 
-    def _starts_generation(self, request: Hashable, schedule: Hashable) -> bool:
-        """Whether this call begins a loop: a new request, or a schedule that goes back to an earlier step."""
+    def _starts_generation(self, request: Hashable, schedule: Hashable, position: float | None) -> bool:
+        """Whether this call begins a loop: a new request, a step that was there before, or one the other way.
+
+        A pipeline's loop is known by its scheduler (``generation``); the rest is for loops nobody told us of.
+        Taking a step for a new loop costs a pass over the hoisted weights, no more.
+        """
+        generation = self._generation()
         progress = self._progress.get(request)
-        restarted = progress is not None and (
-            (schedule != progress.last and schedule in progress.seen) or len(progress.seen) > _MAX_STEPS
+        move = 0.0
+        if progress is not None and position is not None and progress.position is not None:
+            move = position - progress.position
+        restarted = generation is not self._last_generation or (
+            progress is not None
+            and (schedule in progress.seen or len(progress.seen) > _MAX_STEPS or move * self._direction < 0)
         )
-        if restarted or len(self._progress) >= _MAX_BRANCHES:
+        self._last_generation = generation
+        if restarted or len(self._progress) >= _MAX_LOOPS:
             self._progress.clear()
         if progress is None or restarted:
             progress = self._progress[request] = _Progress()
+        elif move:
+            self._direction = move
         starts = not progress.seen
         progress.seen.add(schedule)
-        progress.last = schedule
+        progress.position = position
         return starts
+
+    def _position(self, values: list[Any]) -> float | None:
+        """The timestep as a number, where it can be read without waiting."""
+        for i in self._schedule_inputs:
+            value = values[i]
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
+                return float(value.flatten()[0].real)
+        return None
 
     def _demote(self, tokens: dict[int, Hashable], changed_weights: set[int], *, moved: bool) -> bool:
         """Treat inputs and weights that change at every step as step inputs. Returns whether there were any.
@@ -238,6 +272,7 @@ class StagedGraph:
             self.demoted.append(self.inputs[node].name)
         if changing:
             self._held.drop(self.number)
+            self._held.drop(("inputs", self.number))
             self._build()
         return bool(changing)
 
@@ -256,11 +291,6 @@ class StagedGraph:
         if len(recent) > _MAX_BRANCHES:
             del recent[next(iter(recent))]
         return new
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Memory of the private copies that inputs are compared with."""
-        return sum(i.bytes for i in self._identities.values())
 
     @property
     def host_reads(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch._guards import CompileContext
@@ -37,11 +37,13 @@ class DenoiserState:
         labels: Mapping[str, BindingTime] | None = None,
         arguments: list[str] | None = None,
         weight_bytes: int = 0,
+        generation: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.settings = settings
         self.labels = dict(labels or {})
         self.arguments = arguments or []
+        self.generation = generation
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
