@@ -22,6 +22,15 @@ from .backend import forward_arguments, make_backend
 from .settings import Backend, Settings, parse_labels, suggest_arguments
 from .state import DenoiserState
 
+_DYNAMO_CONFIG = {
+    # Boolean indices give data-dependent shapes, which canonicalisation makes static.
+    "capture_dynamic_output_shape_ops": True,
+    # Hooks put on a submodule after the first call must be seen.
+    "skip_nnmodule_hook_guards": False,
+    # Two prompt lengths, a few sizes, and LoRA loaded, fused, disabled: eight are soon used up.
+    "recompile_limit": 32,
+}
+
 
 class CompiledDenoiser:
     """What a compiled module calls instead of ``_call_impl`` (as ``nn.Module.compile`` arranges it).
@@ -62,9 +71,7 @@ class CompiledDenoiser:
             return self.module._call_impl(*args, **kwargs)
         ran = self.state.graph_calls
         try:
-            # Boolean indices give data-dependent shapes, which canonicalisation makes static; and hooks put on a
-            # submodule after the first call must be seen.
-            with dynamo_config.patch(capture_dynamic_output_shape_ops=True, skip_nnmodule_hook_guards=False):
+            with dynamo_config.patch(_DYNAMO_CONFIG):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             if _model_was_running(error):  # Part of the call has been made; making it again would do that twice.
