@@ -90,7 +90,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes, repeats = (SHAPES[:1], 5) if options.quick else (SHAPES, options.repeats)
     cases = list(itertools.product(shapes, DTYPES, SHARES))
-    console = Console(width=120)
+    console = Console(width=130)
     rows = []
     for shape, dtype, share in track(cases, "measuring", console=console, transient=True):
         rows.append({

@@ -13,10 +13,12 @@ body then neither copies nor waits.
 3. the original: any other scale.
 
 Cost model, calibrated by ``bench/masked_fill.py`` on a CPU: writing indexed rows costs one visit per row named
-plus the bytes of those rows, which nothing beats that also keeps the bits; with rows of one or two elements the
-visits dominate and the fused ``masked_fill_`` wins. Multiplying by a hoisted keep mask is not on the list:
-``NaN * 0`` is NaN and ``-1 * 0`` is ``-0.0`` where a fill writes ``+0.0``, and ``x * 1`` quiets a signalling NaN
-where a scale leaves the other rows alone. On integers it would be exact, and is no faster than a fill.
+plus the bytes of those rows; with rows of one or two elements the visits dominate and the fused ``masked_fill_``
+wins. Past a share of rows that grows with the element size, one pass over everything is cheaper than the visits;
+zeroing then clears bits with a keep mask of the rows (``operators._clear_rows``). How many rows a mask names is known
+only at run time, so the operator chooses between these two. Multiplying by a keep mask is not on the list: ``NaN * 0``
+is NaN and ``-1 * 0`` is ``-0.0`` where a fill writes ``+0.0``, and ``x * 1`` quiets a signalling NaN where a scale
+leaves the other rows alone; clearing bits does its work exactly and as fast.
 
 **Legality** of writing into the memory of ``x`` at the place of the call:
 

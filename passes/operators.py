@@ -7,6 +7,7 @@ behind them. They are integer indices made once where the mask is known, because
 * ``dithoist::masked_rows(Tensor mask, int[] shape, int leading) -> Tensor``: int64 ``[n]``, the rows of a tensor
   of ``shape`` that ``mask``, broadcast to it, names. The mask must not vary inside a row.
 * ``dithoist::index_fill_(Tensor(a!) self, Tensor rows, int leading, Scalar value) -> Tensor(a!)``
+  Zeroing at least three eighths of the rows (of 2-byte elements half as many) clears bits instead of visiting rows.
 * ``dithoist::index_scale_(Tensor(a!) self, Tensor rows, int leading, Scalar scale) -> Tensor(a!)``: multiplies the
   rows, so NaN stays NaN and zeros keep their sign, as ``x[mask] *= scale`` does.
 * ``dithoist::index_fill`` and ``dithoist::index_scale``: the same on a copy.
@@ -18,6 +19,8 @@ import math
 from collections.abc import Sequence
 
 import torch
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _library = torch.library.Library("dithoist", "DEF")
 for _schema in (
@@ -44,11 +47,25 @@ def _index_fill_(x: torch.Tensor, rows: torch.Tensor, leading: int, value: float
         return x
     if rows.numel() == math.prod(x.shape[:leading]):
         return x.fill_(value)
-    if x.is_contiguous():
-        _as_rows(x, leading).index_fill_(0, rows, value)
-    else:
+    if not x.is_contiguous():
         x[torch.unravel_index(rows, x.shape[:leading])] = value
+    elif _is_positive_zero(value) and 32 * rows.numel() >= 3 * min(x.element_size(), 4) * math.prod(x.shape[:leading]):
+        _clear_rows(_as_rows(x, leading), rows)
+    else:
+        _as_rows(x, leading).index_fill_(0, rows, value)
     return x
+
+
+def _is_positive_zero(value: float) -> bool:
+    return value == 0 and math.copysign(1.0, value) > 0
+
+
+def _clear_rows(x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Zero many rows: all bits off there and as they are elsewhere, which ``x * keep`` would not be for NaN and
+    negative numbers, and which goes at the speed of ``x.fill_``."""
+    bits = x.view(_BITS[x.element_size()])
+    keep = torch.full((len(x), 1), -1, dtype=bits.dtype, device=x.device).index_fill_(0, rows, 0)
+    bits.bitwise_and_(keep)
 
 
 def _index_scale_(x: torch.Tensor, rows: torch.Tensor, leading: int, scale: float) -> torch.Tensor:

@@ -291,6 +291,12 @@ def test_the_operators_are_well_formed() -> None:
         (x[..., :1] > 0, [2, 3, 8], 2),
         test_utils=("test_schema", "test_faketensor"),
     )
+    for dtype in _DTYPES:  # Many rows at once are zeroed by clearing their bits.
+        value = torch.tensor(SPECIAL, dtype=torch.float64).repeat(2, 3, 1)
+        value = (value if dtype.is_floating_point else value.nan_to_num(1.0, 2.0, 3.0).abs()).to(dtype)
+        mask = torch.tensor([[True, False, True], [True, True, False]])
+        filled = torch.ops.dithoist.index_fill(value, torch.tensor([0, 2, 3, 4]), 2, 0)
+        assert bits_equal(filled, value.masked_fill(mask.unsqueeze(-1), 0))
     strided = x.transpose(0, 2)
     for name in ("index_fill", "index_scale"):
         operator = getattr(torch.ops.dithoist, name).default
