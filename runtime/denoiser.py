@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class CompiledDenoiser:
             with dynamo_config.patch(_DYNAMO_CONFIG):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            if _model_was_running(error):  # Part of the call has been made; making it again would do that twice.
+            if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
                 self._broken = True
                 self.state.fall_back(f"capture failed behind a graph break: {type(error).__name__}: {error}", error)
                 raise
@@ -105,26 +104,6 @@ class CompiledDenoiser:
 def _is_being_traced() -> bool:
     """Whether somebody traces the model right now and wants its operations, not ours."""
     return is_jit_tracing() or get_proxy_mode() is not None
-
-
-def _model_was_running(error: BaseException) -> bool:
-    """Whether capture failed behind a graph break, when part of the model's code had run already.
-
-    Dynamo compiles a frame before it runs any of it, so that is so where code of neither torch nor ours stands
-    between our call and the compiler in the traceback.
-    """
-    ours = Path(__file__).parents[1]
-    torch_root = Path(torch.__file__).parent
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code.co_filename.endswith("convert_frame.py"):
-            return False
-        path = Path(code.co_filename)
-        if path.is_absolute() and not path.is_relative_to(torch_root) and ours / "runtime" not in path.parents:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def compiled_denoiser(module: object) -> CompiledDenoiser | None:
