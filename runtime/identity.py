@@ -32,7 +32,8 @@ from .cache import HeldValues
 
 _SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
-_HASH_ROW = 1024
+_HASH_ROW = 1024  # Words; with the next, a block of 2 MiB stays in the cache.
+_HASH_ROWS = 256
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -192,11 +193,14 @@ def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:
     row = _HASH_ROW * 8
     whole = data.numel() - data.numel() % row
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-    parts = list(data[:whole].split(row * _HASH_ROW)) if whole else []
+    parts = list(data[:whole].split(row * _HASH_ROWS)) if whole else []
     if whole < data.numel():
         parts.append(torch.nn.functional.pad(data[whole:], (0, row - (data.numel() - whole))))
     for part in parts:
-        sums = (part.view(torch.int64).view(-1, _HASH_ROW) * _odd_numbers(_HASH_ROW, data.device)).sum(1)
+        words = part.view(torch.int64).view(-1, _HASH_ROW)
+        # A product keeps only the low bits of what it is multiplied with where a word differs in its high ones.
+        words = words ^ (words >> 32)
+        sums = words.mul_(_odd_numbers(_HASH_ROW, data.device)).sum(1)
         total = total * 6364136223846793005 + (sums * _odd_numbers(len(sums), data.device)).sum()
     return total
 

@@ -190,6 +190,11 @@ def test_the_hash_of_a_weight_sees_rows_that_changed_places() -> None:
     swapped[[0, 2]] = eye[[2, 0]]
     assert _hash([eye]) != _hash([swapped])
     assert _hash([eye]) == _hash([eye.clone()])
+    # Small whole numbers differ in a word's highest bits alone.
+    numbers = torch.arange(3500.0).remainder(251)
+    moved = numbers.clone()
+    moved[5], moved[371] = numbers[371], numbers[5]
+    assert _hash([numbers]) != _hash([moved])
 
 
 def test_a_data_dependent_size_does_not_break_the_report() -> None:
