@@ -181,8 +181,8 @@ def _hash(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """A number that depends on every byte and its place: with the bytes as a table ``W`` of 64-bit words,
-    ``r W c`` for fixed vectors of odd pseudo-random numbers.
+    """A number that depends on every byte and its place: with the bytes as a table ``W`` of 64-bit words, their
+    halves folded, ``r W c`` for fixed vectors of odd pseudo-random numbers.
 
     (``torch.hash_tensor``, an exclusive or, would not see values that changed places.) Integers wrap, so the
     result does not depend on the order of summation. Blocks bound the temporary memory.
