@@ -16,9 +16,8 @@ Four rewrites, each bitwise neutral:
 2. *Selections of a constant are fills*: ``where(m, v, x)`` becomes ``masked_fill(x, m, v)``, ``where(m, x, v)``
    becomes ``masked_fill(x, ~m, v)``, and ``x * keep`` with a boolean ``keep`` on integers ``masked_fill(x, ~keep, 0)``.
    Legality: each stores ``v`` or ``x`` element by element; ``v`` is the number the constant holds in its own dtype,
-   which both convert to ``x``'s dtype alike, and the mask does not enlarge ``x``.
-   For floating point ``x * keep`` is no fill (``NaN * 0`` is NaN,
-   ``-1 * 0`` is ``-0.0``): it stays a product, and the report says so.
+   which both convert to ``x``'s dtype alike, and the mask does not enlarge ``x``. For floating point ``x * keep``
+   is no fill (``NaN * 0`` is NaN, ``-1 * 0`` is ``-0.0``): it stays a product, and the report says so.
 3. *Creators that read only a shape* (``zeros_like``, ``full_like``, ``new_zeros`` ...) become ``full`` with
    that shape, so that their result no longer depends on the tensor they were modelled on. Legality: the
    operators never read their argument's values; a result that would not be contiguous is left alone.

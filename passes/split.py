@@ -139,7 +139,7 @@ def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: 
         env[node].meta = dict(node.meta)
     for node in gm.graph.nodes:
         if node in needed and node not in env:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node] = graph.node_copy(node, env.__getitem__)
     if time != BindingTime.STEP:
         graph.output(tuple(env[n] for n in outputs)).meta["binding_time"] = time
     graph.lint()

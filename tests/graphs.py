@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 
 from dithoist.passes import BindingTime, PassContext
+from dithoist.runtime.cache import HeldValues
+from dithoist.runtime.staged import GraphInput, StagedGraph
 
 
 def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:
@@ -40,6 +43,17 @@ def context(**labels: str) -> PassContext:
     """A context from ``x="step"``; verification on."""
     times = {t.label: t for t in (BindingTime.MODEL, BindingTime.REQUEST, BindingTime.SCHEDULE)}
     return PassContext({k: times.get(v, BindingTime.STEP) for k, v in labels.items()}, verify=True)
+
+
+def staged_graph(gm: fx.GraphModule, ctx: PassContext, cached_bytes: int = 10**6) -> StagedGraph:
+    """``gm`` staged for the eager back end, with ``ctx``'s labels and options."""
+    return StagedGraph(
+        gm,
+        [GraphInput(node, node, label) for node, label in ctx.labels.items()],
+        torch._dynamo.lookup_backend("eager"),
+        HeldValues(cached_bytes),
+        context=lambda labels: dataclasses.replace(ctx, labels=labels),
+    )
 
 
 def dit(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from graphs import staged_graph
 from hypothesis import given, note
 from hypothesis import strategies as st
 from random_graphs import RandomGraph, bits_equal, random_graphs
 
 from dithoist.passes import TIMES, BindingTime, PassContext
-from dithoist.runtime.cache import HeldValues
 from dithoist.runtime.capture import breakable_cuda_graph
-from dithoist.runtime.staged import GraphInput, StagedGraph
+from dithoist.runtime.staged import StagedGraph
 
 _LABELS = (BindingTime.MODEL, BindingTime.REQUEST, BindingTime.SCHEDULE, BindingTime.STEP)
 
@@ -41,16 +41,11 @@ def cases(draw: st.DrawFn, *, boolean_masks: bool = True) -> Case:
     return Case(graph, labels, history, draw(st.sampled_from([0, 64, 10**6])), draw(st.booleans()))
 
 
-def stage(case: Case, labels: tuple[BindingTime, ...] | None = None) -> StagedGraph:
+def stage(case: Case) -> StagedGraph:
     nodes = case.graph.gm.graph.find_nodes(op="placeholder")
-    inputs = [GraphInput(n.name, n.name, t) for n, t in zip(nodes, labels or case.labels, strict=True)]
-    return StagedGraph(
-        case.graph.gm,
-        inputs,
-        torch._dynamo.lookup_backend("eager"),
-        HeldValues(case.cached_bytes),
-        context=lambda labels: PassContext(labels, in_place=case.in_place, verify=True),
-    )
+    labels = {node.name: label for node, label in zip(nodes, case.labels, strict=True)}
+    context = PassContext(labels, in_place=case.in_place, verify=True)
+    return staged_graph(case.graph.gm, context, case.cached_bytes)
 
 
 def inputs_of_call(case: Case, request: int, step: int) -> list[torch.Tensor]:
@@ -70,7 +65,7 @@ def flat(outputs: object) -> list[object]:
 
 
 def assert_same_history(case: Case, staged: StagedGraph) -> None:
-    weights = inputs_of_call(case, 0, 0)
+    weights = inputs_of_call(case, 0, 0)  # The same objects at every call, as a module's parameters are.
     for number, (request, step, capturing) in enumerate(case.history):
         values = inputs_of_call(case, request, step)
         values = [
@@ -92,8 +87,8 @@ def assert_same_history(case: Case, staged: StagedGraph) -> None:
         for v, b in zip(values, before, strict=True):
             assert bits_equal(v, b), f"call {number} wrote an input"
         # A caller may do what it likes with what it got; the next call must not notice.
-        for a, v in ((a, v) for a in actual for v in [values]):
-            if isinstance(a, torch.Tensor) and not any(_shares(a, x) for x in v):
+        for a in actual:
+            if isinstance(a, torch.Tensor) and not any(_shares(a, v) for v in values):
                 a.untyped_storage().fill_(7)
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import test_equivalence_property as equivalence
 import torch
-from graphs import capture, context
+from graphs import capture, context, staged_graph
 from hypothesis import HealthCheck, find, settings
 from hypothesis.errors import NoSuchExample
 from random_graphs import bits_equal
@@ -34,7 +34,6 @@ from dithoist.passes import (
     split,
 )  # fmt: skip
 from dithoist.runtime import identity, staged
-from dithoist.runtime.cache import HeldValues
 
 _stage = split._stage
 
@@ -255,15 +254,8 @@ def in_place(function: Callable[..., torch.Tensor]) -> Callable[[], None]:
         ctx = context(x="step", m="request")
         ctx.in_place = True
         gm = capture(function, x, mask)
-        staged_graph = staged.StagedGraph(
-            gm,
-            [staged.GraphInput(n, n, t) for n, t in ctx.labels.items()],
-            torch._dynamo.lookup_backend("eager"),
-            HeldValues(10**6),
-            context=lambda labels: ctx,
-        )
         arguments = {"x": x.clone(), "m": mask}
-        actual = staged_graph([arguments[n.name] for n in gm.graph.find_nodes(op="placeholder")])[0]
+        actual = staged_graph(gm, ctx)([arguments[n.name] for n in gm.graph.find_nodes(op="placeholder")])[0]
         assert bits_equal(actual, function(x, mask))
         assert bits_equal(arguments["x"], x)
 

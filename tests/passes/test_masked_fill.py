@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import capture, context, text
+from graphs import capture, context, staged_graph, text
 from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import bits_equal
@@ -20,9 +20,7 @@ from twins import Twins
 from dithoist.passes import Program, build_program
 from dithoist.passes.printing import format_graph
 from dithoist.runtime import staged
-from dithoist.runtime.cache import HeldValues
 from dithoist.runtime.capture import breakable_cuda_graph
-from dithoist.runtime.staged import GraphInput, StagedGraph
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1.5, 3.0)
 
@@ -265,15 +263,12 @@ def test_property_bits_are_those_of_masked_fill(chain, captured: list[bool]) -> 
     )
     ctx = context(**labels)
     ctx.in_place = True
-    inputs = [GraphInput(name, name, label) for name, label in ctx.labels.items()]
-    staged = StagedGraph(
-        gm, inputs, torch._dynamo.lookup_backend("eager"), HeldValues(10**6), context=lambda labels: ctx
-    )
+    lowered_graph = staged_graph(gm, ctx)
     for capturing in captured:
         values = [t.clone(memory_format=torch.preserve_format) for t in (x, *masks)]
         expected = apply_chain(x, steps, alias)
         with breakable_cuda_graph(capturing):
-            actual = staged(list(values))
+            actual = lowered_graph(list(values))
         for a, e in zip(actual, expected, strict=True):
             assert bits_equal(a, e)
         for value, before in zip(values, (x, *masks), strict=True):
