@@ -14,9 +14,11 @@ from torch import fx
 from .binding_time import TIMES, BindingTime, binding_times, format_binding_times
 from .canonicalize import canonicalize_graph
 from .context import PassContext
+from .copies import eliminate_copies
 from .cse import eliminate_common_subexpressions
 from .dead_code import eliminate_dead_code
 from .masked_fill import lower_masked_fill
+from .outline import outline_repeats
 from .split import Program, Stage, split_by_binding_time
 from .verify import VerificationError, verify_graph, verify_program
 
@@ -24,6 +26,7 @@ Pass = Callable[[fx.GraphModule, PassContext], int]
 
 PASSES: tuple[Pass, ...] = (
     canonicalize_graph,
+    eliminate_copies,
     eliminate_common_subexpressions,
     eliminate_dead_code,
     binding_times,
@@ -76,9 +79,11 @@ __all__ = [
     "build_program",
     "canonicalize_graph",
     "eliminate_common_subexpressions",
+    "eliminate_copies",
     "eliminate_dead_code",
     "format_binding_times",
     "lower_masked_fill",
+    "outline_repeats",
     "split_by_binding_time",
     "verify_graph",
     "verify_program",

@@ -12,6 +12,7 @@ why it is not used here.)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,15 +22,19 @@ from .context import PassContext
 from .effects import pinned_reason, storage_owner
 
 
-def _identity(argument: Any) -> Any:
-    """A hashable key that two arguments share only if a kernel cannot tell them apart."""
-    if isinstance(argument, fx.Node):
-        return argument
-    if isinstance(argument, (list, tuple)):
-        return tuple(_identity(a) for a in argument)
-    if isinstance(argument, dict):
-        return tuple((k, _identity(v)) for k, v in sorted(argument.items()))
-    return type(argument), repr(argument)
+def call_key(node: fx.Node, spell: Callable[[fx.Node], Hashable] = lambda n: n) -> Hashable:
+    """A key that two calls share only if a kernel cannot tell them apart; ``spell`` stands for the nodes they read."""
+
+    def key(argument: Any) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return spell(argument)
+        if isinstance(argument, (list, tuple)):
+            return tuple(map(key, argument))
+        if isinstance(argument, dict):
+            return tuple((k, key(v)) for k, v in sorted(argument.items()))
+        return type(argument), repr(argument)
+
+    return node.target, key(node.args), key(node.kwargs)
 
 
 def _mergeable(node: fx.Node) -> bool:
@@ -42,12 +47,12 @@ def eliminate_common_subexpressions(gm: fx.GraphModule, context: PassContext) ->
     """Merge equal calls in place. Returns how many nodes went."""
     (output,) = gm.graph.find_nodes(op="output")
     leaving = {storage_owner(node) for node in output.all_input_nodes}
-    seen: dict[Any, fx.Node] = {}
+    seen: dict[Hashable, fx.Node] = {}
     merged = 0
     for node in list(gm.graph.nodes):
         if not _mergeable(node) or storage_owner(node) in leaving:
             continue
-        first = seen.setdefault((node.target, _identity(node.args), _identity(node.kwargs)), node)
+        first = seen.setdefault(call_key(node), node)
         if first is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)

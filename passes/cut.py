@@ -1,38 +1,54 @@
-"""The cut: which values are held between the stages.
+"""The cut: which values are held for the body, and what the body makes again.
 
-A stage that needs a value of an earlier one can have it held, or can make it again from what is held. Making
-a view again costs nothing and keeps one base tensor where holding each view would keep many, so views and
-host-side sizes are always made again. A cast is made again where its source is at hand anyway or is the
-smaller of the two. Everything else is held; matrix products in particular are never repeated.
+A minimum cut (Ford and Fulkerson) through the hoisted part of the graph, between what is known and what the body reads;
+AOTAutograd's partitioner decides in the same way what to save for the backward pass. Every value has two prices, both
+in bytes:
 
-Legality: what is made again is pure (it is hoisted work) and reads only held values and graph inputs, so it
-gives the same bits in the later stage.
+* *holding* it costs its size, for schedule values once for each of `ROWS` steps. Views are never held, their base is:
+  one tensor, however many views of it the body reads.
+* *making it again* costs the body, at every step, what the operation reads and writes and `LAUNCH` for one more
+  operation. Views, casts and sizes are free. A result more than `EXPANSION` times what it is made from (a mask spread
+  over heads) counts only what it reads, so it is not held. Products, attention, reductions and copies are never made
+  again, with one exception: what depends on request *and* timestep is needed once a picture, so holding it saves no
+  time, only the weights it reads. These are its price (and `LAUNCH`, for the next picture of the same prompt). So
+  modulation vectors are held, being small and made from large weights, and the first block's modulated text is not.
 
-This is the seam for a minimum cut over bytes held: another strategy is another function of this signature.
+Between two hoisted stages only views, sizes and casts are made again.
+
+Legality: what is made again is pure (it is hoisted work) and reads only held values and graph inputs, so it gives the
+same bits in the later stage.
 """
 
 from __future__ import annotations
 
+import math
+
+import networkx as nx
+import torch
 from torch import fx
 
-from .binding_time import BindingTime, binding_time
+from .binding_time import HOISTED, BindingTime, binding_time
+from .context import PassContext
+from .cost import tensor_bytes
 from .effects import is_cast, is_size, is_view, view_base
 
+ROWS = 32
+"""Steps a schedule is taken to have: as many rows of a schedule value are held."""
 
-def choose_held(gm: fx.GraphModule) -> dict[fx.Node, None]:
+LAUNCH = 2**16
+"""What one more operation in the body costs, in bytes: the traffic of about 5 microseconds on a CPU."""
+
+EXPANSION = 4
+
+
+def choose_held(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, None]:
     """The nodes whose values cross from one stage to a later one, in graph order."""
-    crossing = [
-        source
-        for node in gm.graph.nodes
-        for source in node.all_input_nodes
-        if binding_time(source) != _time_of_use(node)
-    ]
-    held: set[fx.Node] = set()
-    # The second round knows what is held anyway, so a cast of such a value is made again, not held beside it.
-    for _ in range(2):
-        at_hand, held = held, set()
-        for node in crossing:
-            _demand(node, held, at_hand)
+    held = _held_for_body(gm, context)
+    for time in reversed(HOISTED):
+        for node in _needed([n for n in held if binding_time(n) == time], time):
+            for source in node.all_input_nodes:
+                if binding_time(source) != time:
+                    _demand(source, held)
     return {node: None for node in gm.graph.nodes if node in held}
 
 
@@ -41,26 +57,87 @@ def is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _time_of_use(node: fx.Node) -> BindingTime:
-    return BindingTime.STEP if node.op == "output" else binding_time(node)
+def _held_for_body(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
+    """The values on the edges of a minimum cut.
+
+    Each hoisted value is an edge from its making to its use, as wide as it costs to hold. Making hangs on the source
+    by an edge as wide as it costs to make it again; wires, and uses in the body, are endless.
+    """
+    network = nx.DiGraph()
+    body = [n for n in gm.graph.nodes if n.op == "output" or binding_time(n) == BindingTime.STEP]
+    read_by_body = {source for node in body for source in node.all_input_nodes}
+    pending = [n for n in read_by_body if binding_time(n) != BindingTime.STEP]
+    for node in pending:
+        network.add_edge((node, "use"), "body")
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        network.add_edge((node, "make"), (node, "use"), capacity=_holding(node, read_by_body))
+        making = _making(node)
+        network.add_edge("known", (node, "make"), capacity=making)
+        for source in node.all_input_nodes if making < math.inf else ():
+            network.add_edge((source, "use"), (node, "make"))
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+    if "body" not in network:
+        return set()
+    _, (known, _) = nx.minimum_cut(network, "known", "body")
+    return {n for n in seen if (n, "make") in known and (n, "use") not in known and not is_input(n)}
 
 
-def _demand(node: fx.Node, held: set[fx.Node], at_hand: set[fx.Node]) -> None:
-    """Add to ``held`` what must be held so that a later stage can have ``node``."""
+def _rows(node: fx.Node) -> int:
+    return ROWS if binding_time(node) & BindingTime.SCHEDULE else 1
+
+
+def _holding(node: fx.Node, read_by_body: set[fx.Node]) -> float:
+    if node.op == "placeholder":
+        # A weight the body does not read otherwise would have to stay for this.
+        free = binding_time(node) != BindingTime.MODEL or node in read_by_body
+        return 0 if free else tensor_bytes([node])
+    if node.op == "get_attr":
+        return 0
+    if is_view(node) or is_size(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return math.inf
+    return tensor_bytes([node]) * _rows(node)
+
+
+def _making(node: fx.Node) -> float:
     if is_input(node):
+        return math.inf  # It is known; nobody makes it.
+    if is_view(node) or is_size(node) or is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    if binding_time(node) == BindingTime.REQUEST_SCHEDULE:
+        return LAUNCH
+    read, written = tensor_bytes(node.all_input_nodes), tensor_bytes([node])
+    if written > EXPANSION * read:
+        return read + LAUNCH
+    return read + written + LAUNCH if torch.Tag.pointwise in node.target.tags else math.inf
+
+
+def _needed(outputs: list[fx.Node], time: BindingTime) -> set[fx.Node]:
+    """``outputs`` and what they are made of in their own stage."""
+    needed: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed and binding_time(node) == time:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _demand(node: fx.Node, held: set[fx.Node]) -> None:
+    """Add to ``held`` what must be held so that a later stage can have ``node``."""
+    if is_input(node) or node in held:
         return
-    if is_view(node) or is_size(node) or (is_cast(node) and _repeat_cast(node, at_hand)):
+    if is_view(node) or is_size(node) or (is_cast(node) and _repeat_cast(node, held)):
         for source in node.all_input_nodes:
-            _demand(source, held, at_hand)
+            _demand(source, held)
     else:
         held.add(node)
 
 
-def _repeat_cast(node: fx.Node, at_hand: set[fx.Node]) -> bool:
+def _repeat_cast(node: fx.Node, held: set[fx.Node]) -> bool:
     base = view_base(node.all_input_nodes[0])
-    return is_input(base) or base in at_hand or _bytes(base) <= _bytes(node)
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel()) * int(value.element_size())
+    return is_input(base) or base in held or tensor_bytes([base]) <= tensor_bytes([node])

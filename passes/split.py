@@ -81,7 +81,7 @@ class Program:
 def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
     """Split an analysed graph. ``gm`` itself is only changed by the copies its outputs need."""
     _copy_held_outputs(gm, context)
-    held = choose_held(gm)
+    held = choose_held(gm, context)
     placeholders = gm.graph.find_nodes(op="placeholder")
     stages = []
     for time in HOISTED:

@@ -47,4 +47,4 @@ def is_capturing() -> bool:
     """Whether to run what may be captured: the declared state, or a capture on the current CUDA stream."""
     if _in_breakable_cuda_graph.get():
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -58,7 +59,10 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def _small_token(value: torch.Tensor) -> Hashable:
-    return value.dtype, tuple(value.shape), value.stride(), _bytes(value).numpy().tobytes()
+    if not value.is_contiguous():
+        return value.dtype, value.shape, value.stride(), _bytes(value).numpy().tobytes()
+    # This runs for every small input at every call; views and NumPy would cost ten times as much.
+    return value.dtype, value.shape, value.stride(), ctypes.string_at(value.data_ptr(), value.nbytes)
 
 
 class InputIdentity:
@@ -90,10 +94,9 @@ class InputIdentity:
             value = value.cpu()
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return self._object_token(value)
-        value = value.detach().resolve_conj().resolve_neg()
-        if value.numel() * value.element_size() <= _SMALL_BYTES:
-            return _small_token(value)
-        return self._snapshot_token(value)
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
+        return _small_token(value) if value.nbytes <= _SMALL_BYTES else self._snapshot_token(value.detach())
 
     def _key(self, token: int) -> Hashable:
         return self._owner, "snapshot", id(self), token

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
-from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program
+from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program, outline_repeats
 from ..passes.edit import copy_graph
 from ..passes.effects import is_random
 from . import capture
@@ -62,22 +62,36 @@ class _StageCall:
     indices: tuple[int, ...]
     key_inputs: tuple[int, ...]
 
+    @staticmethod
+    def of(stage: Stage, function: Callable[..., Any], position: dict[str, int]) -> _StageCall:
+        """The call of ``function`` on values found at ``position``."""
+        inputs, depends = (tuple(position[name] for name in names) for names in (stage.inputs, stage.depends))
+        return _StageCall(stage, function, inputs, depends)
+
     def run(self, values: list[Any]) -> Any:
         return self.function(*[values[i] for i in self.indices])
 
 
-def compile_stage(stage: Stage, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand one stage to the chosen back end, as ``torch.compile`` would.
+def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
+    """Hand the body to the chosen back end, as ``torch.compile`` would.
 
-    The ``MODEL`` and ``REQUEST`` stages run as captured: once a model or request, so that compiling them costs
-    more than it could ever save.
+    The other stages run as captured: once a model, request or row, which compiling them would hardly ever earn.
     """
-    if not stage.time & BindingTime.SCHEDULE:
-        return stage.module.forward
-    examples = [n.meta.get("val") for n in stage.module.graph.find_nodes(op="placeholder")]
+    module = copy_graph(stage.module)
+    if context.outline and outline_repeats(module, context):
+        for name in {str(node.target) for node in module.graph.find_nodes(op="call_module")}:
+            part = module.get_submodule(name)
+            assert isinstance(part, fx.GraphModule)
+            part.forward = _compile_graph(part, backend)
+        return module.forward
+    return _compile_graph(module, backend)
+
+
+def _compile_graph(gm: fx.GraphModule, backend: Callable[..., Any]) -> Callable[..., Any]:
+    examples = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
     # A context of its own: the one around us describes the whole graph, not this stage.
     with tracing(TracingContext(detect_fake_mode(examples))):
-        function = backend(stage.module, examples)
+        function = backend(gm, examples)
     assert callable(function)
     return function  # type: ignore[no-any-return]
 
@@ -139,12 +153,12 @@ class StagedGraph:
         ]
         self._stages: list[_StageCall] = []
         for stage in self.program.stages:
-            self._stages.append(self._stage_call(stage, position))
+            self._stages.append(_StageCall.of(stage, stage.module.forward, position))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
         # Both bodies exist from the start, so that switching between them compiles nothing.
-        self._captured_body = self._stage_call(self.program.body, position)
+        self._captured_body = self._body_call(self.program.body, position)
         eager_body = self.program.eager_body
-        self._body = self._stage_call(eager_body, position) if eager_body else self._captured_body
+        self._body = self._body_call(eager_body, position) if eager_body else self._captured_body
         keyed = sorted({i for s in self._stages for i in s.key_inputs})
         self._identities = {
             i: InputIdentity(
@@ -163,13 +177,8 @@ class StagedGraph:
         self._changes: dict[int, int] = {}
         self._last_schedule: Hashable = None
 
-    def _stage_call(self, stage: Stage, position: dict[str, int]) -> _StageCall:
-        return _StageCall(
-            stage,
-            compile_stage(stage, self._backend),
-            tuple(position[name] for name in stage.inputs),
-            tuple(position[name] for name in stage.depends),
-        )
+    def _body_call(self, body: Stage, position: dict[str, int]) -> _StageCall:
+        return _StageCall.of(body, compile_body(body, self._backend, self.context), position)
 
     def _keyed_with(self, label: BindingTime) -> tuple[int, ...]:
         return tuple(i for i in self._identities if self.labels[self.program.placeholders[i]] == label)

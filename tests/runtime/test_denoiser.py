@@ -108,7 +108,7 @@ def test_any_back_end_of_torch_compile_is_taken() -> None:
         compile_denoiser(module, backend=backend, strict=True)
         with torch.no_grad():
             assert torch.equal(module(**tiny_inputs()), copy.deepcopy(module)(**tiny_inputs()))
-    assert seen == [4, 6]  # Inputs of the schedule stage and of the body.
+    assert seen == [6]  # Inputs of the body.
 
 
 def test_torch_compile_finds_us_by_name() -> None:

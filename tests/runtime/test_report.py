@@ -12,6 +12,7 @@ from graphs import text
 from twins import TinyDit, Twins, tiny_inputs
 
 from dithoist import report
+from dithoist.passes import PASSES
 from dithoist.runtime.report import human
 
 
@@ -108,10 +109,8 @@ def test_dumps_are_numbered_readable_python(tmp_path: Path, monkeypatch: pytest.
     compiled()
     files = sorted((tmp_path / "dump").iterdir())
     titles = [f.stem.split("_", 2)[2] for f in files]
-    passes = ("canonicalize_graph", "eliminate_common_subexpressions", "eliminate_dead_code", "binding_times")
-    assert titles == [f"{p}_{when}" for p in passes for when in ("before", "after")] + [
-        "split_request", "split_schedule", "split_step",
-    ]  # fmt: skip
+    expected = [f"{p.__name__}_{when}" for p in PASSES for when in ("before", "after")]
+    assert titles == [*expected, "split_request", "split_schedule", "split_step"]
     for file in files:
         assert any(isinstance(node, ast.ClassDef) for node in ast.parse(file.read_text()).body)
     assert "hidden_states" in files[-1].read_text()
