@@ -18,7 +18,7 @@ import diffusers.models.transformers
 import torch
 from torch import nn
 
-from . import image, video
+from . import image, image_cross, image_joint, video, video_wan
 from .common import find, randomize, set_dtype
 from .spec import Denoiser, Draw, Sizes
 
@@ -26,7 +26,11 @@ __all__ = ["DENOISERS", "NOT_DENOISERS", "Denoiser", "Sizes", "build_denoiser", 
 
 DEFAULT_SIZES = Sizes()
 
-DENOISERS: Mapping[str, Denoiser] = {**image.DENOISERS, **video.DENOISERS}
+DENOISERS: Mapping[str, Denoiser] = {
+    name: entry
+    for table in (image, image_joint, image_cross, video_wan, video)
+    for name, entry in table.DENOISERS.items()
+}
 """Denoisers by short name."""
 
 NOT_DENOISERS: Mapping[str, str] = {}
@@ -67,7 +71,7 @@ def example_calls(
     latents from `seed`.
     """
     entry = find(DENOISERS, name, "denoiser")
-    draw = Draw(module.config, sizes, module.dtype, torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+    draw = Draw(module, sizes, module.dtype, torch.Generator().manual_seed(seed), steps)  # type: ignore[arg-type]
     request = entry.request(draw)
     calls = []
     for i in range(steps):
