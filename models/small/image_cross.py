@@ -202,9 +202,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         _hunyuan_step,
         blocks=("num_layers",),
     ),
-    "joy-image-edit": Denoiser(
-        "JoyImageEditTransformer3DModel", _JOY, _joy_request, _joy_step, blocks=("num_layers",)
-    ),
+    "joy-image-edit": Denoiser("JoyImageEditTransformer3DModel", _JOY, _joy_request, _joy_step, blocks=("num_layers",)),
     "joy-image-edit-plus": Denoiser(
         "JoyImageEditPlusTransformer3DModel", _JOY, _joy_plus_request, _joy_plus_step, blocks=("num_layers",)
     ),

@@ -134,7 +134,10 @@ def _flux_3_request(d: Draw) -> dict[str, Any]:
 
 
 def _flux_3_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {"hidden_states": d.packed(d.config.in_channels), "timestep": (d.t(sigma) / 1000).expand(d.batch).to(d.dtype)}
+    return {
+        "hidden_states": d.packed(d.config.in_channels),
+        "timestep": (d.t(sigma) / 1000).expand(d.batch).to(d.dtype),
+    }
 
 
 def _hidream_request(d: Draw) -> dict[str, Any]:
@@ -155,11 +158,11 @@ def _hidream_step(d: Draw, sigma: float) -> dict[str, Any]:
 
 
 def _hunyuan_request(d: Draw) -> dict[str, Any]:
-    """With the glyphs of a quoted text in the prompt, half as long as the prompt."""
+    """The distilled model; with the glyphs of a quoted text in the prompt, half as long as the prompt."""
     glyphs = max(1, d.prompt // 2)
     valid = torch.arange(glyphs) < max(1, glyphs - 1)
     return {
-        "guidance": None,
+        "guidance": torch.tensor([3.25] * d.batch, dtype=d.dtype) * 1000.0,
         "attention_kwargs": {},
         "encoder_hidden_states": d.text(d.config.text_embed_dim),
         "encoder_attention_mask": d.mask(),
@@ -172,7 +175,7 @@ def _hunyuan_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {
         "hidden_states": d.picture(d.config.in_channels),
         "timestep": d.timestep(sigma).to(d.dtype),
-        "timestep_r": None,
+        "timestep_r": d.timestep(d.next_sigma(sigma)).to(d.dtype),
     }
 
 
@@ -377,6 +380,8 @@ DENOISERS: Mapping[str, Denoiser] = {
             "num_refiner_layers": 1,
             "text_embed_2_dim": 24,
             "rope_axes_dim": (8, 8),
+            "guidance_embeds": True,
+            "use_meanflow": True,
         },
         _hunyuan_request,
         _hunyuan_step,
