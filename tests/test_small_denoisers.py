@@ -57,6 +57,10 @@ def request_of(calls: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in calls[0].items() if all(call[name] is value for call in calls)}
 
 
+def times_of(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in call.items() if k == "t" or ("time" in k and isinstance(v, torch.Tensor))}
+
+
 def test_every_transformer_of_diffusers_is_accounted_for_once() -> None:
     module = diffusers.models.transformers
     classes = {name for name in dir(module) if inspect.isclass(getattr(module, name))}
@@ -88,12 +92,9 @@ def test_request_values_are_the_same_objects_and_timesteps_are_not(built: tuple[
     assert all(call.keys() == calls[0].keys() for call in calls)
     for argument in calls[0].keys() - request_of(calls).keys():
         assert len({id(call[argument]) for call in calls}) == len(calls)
-    times = [
-        {k: v for k, v in call.items() if k == "t" or "time" in k and isinstance(v, torch.Tensor)} for call in calls
-    ]
-    assert times[0]
-    for other_seed, time in zip(example_calls(name, module, seed=1), times, strict=True):
-        assert all(torch.equal(other_seed[k], v) for k, v in time.items())
+    assert times_of(calls[0])
+    for call, other in zip(calls, example_calls(name, module, seed=1), strict=True):
+        assert all(torch.equal(times_of(other)[k], v) for k, v in times_of(call).items())
 
 
 def test_sizes(built: tuple[str, nn.Module]) -> None:

@@ -19,7 +19,7 @@ import diffusers.models.transformers
 import torch
 from torch import nn
 
-from . import image, image_cross, image_joint, other, several, video, video_wan
+from . import image, image_cross, image_flux, image_joint, other, several, video, video_hunyuan, video_wan
 from .common import find, randomize, set_dtype
 from .spec import Denoiser, Draw, Sizes
 
@@ -27,11 +27,9 @@ __all__ = ["DENOISERS", "NOT_DENOISERS", "Denoiser", "Sizes", "build_denoiser", 
 
 DEFAULT_SIZES = Sizes()
 
-DENOISERS: Mapping[str, Denoiser] = {
-    name: entry
-    for table in (image, image_joint, image_cross, video_wan, video, several, other)
-    for name, entry in table.DENOISERS.items()
-}
+_TABLES = (image, image_flux, image_joint, image_cross, video_wan, video_hunyuan, video, several, other)
+
+DENOISERS: Mapping[str, Denoiser] = {name: entry for table in _TABLES for name, entry in table.DENOISERS.items()}
 """Denoisers by short name."""
 
 NOT_DENOISERS: Mapping[str, str] = {

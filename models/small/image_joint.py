@@ -20,35 +20,6 @@ def _aura_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {"hidden_states": d.picture(d.config.in_channels, d.config.patch_size), "timestep": timestep}
 
 
-def _bria_request(d: Draw) -> dict[str, Any]:
-    return {
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "attention_kwargs": None,
-        "txt_ids": torch.zeros(d.prompt, 3),
-        "img_ids": d.picture_ids(),
-    }
-
-
-def _bria_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {"hidden_states": d.packed(d.config.in_channels), "timestep": d.timestep(sigma)}
-
-
-def _fibo_request(d: Draw) -> dict[str, Any]:
-    mask = torch.cat([d.mask(torch.bool), torch.ones(d.batch, d.tokens, dtype=torch.bool)], dim=1)
-    layers = d.config.num_layers + d.config.num_single_layers
-    return {
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "text_encoder_layers": [d.text(d.config.text_encoder_dim) for _ in range(layers)],
-        "joint_attention_kwargs": {"attention_mask": mask[:, None, None, :]},
-        "txt_ids": torch.zeros(d.batch, d.prompt, 3, dtype=d.dtype),
-        "img_ids": d.picture_ids(),
-    }
-
-
-def _fibo_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {"hidden_states": d.packed(d.config.in_channels), "timestep": d.timestep(sigma).to(d.dtype)}
-
-
 def _fibo_2_request(d: Draw) -> dict[str, Any]:
     bundles = 1 + len(d.config.injection_layer_ids)
     return {
@@ -63,16 +34,6 @@ def _fibo_2_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {
         "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
         "timestep": d.timestep(sigma) / 1000,
-    }
-
-
-def _chroma_request(d: Draw) -> dict[str, Any]:
-    return {
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "txt_ids": torch.zeros(d.prompt, 3, dtype=d.dtype),
-        "img_ids": d.picture_ids(),
-        "attention_mask": torch.cat([d.mask(d.dtype), torch.ones(d.batch, d.tokens, dtype=torch.bool)], dim=1),
-        "joint_attention_kwargs": {},
     }
 
 
@@ -106,37 +67,6 @@ def _ernie_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {
         "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
         "timestep": torch.full((d.batch,), 1000 * sigma, dtype=d.dtype),
-    }
-
-
-def _grid_ids(d: Draw, dtype: torch.dtype = torch.long) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of text and of the picture on the axes time, row, column, place in the text."""
-    one, side = torch.arange(1), torch.arange(d.side)
-    text = torch.cartesian_prod(one, one, one, torch.arange(d.prompt))
-    return text.to(dtype), torch.cartesian_prod(one, side, side, one).to(dtype)
-
-
-def _flux_2_request(d: Draw) -> dict[str, Any]:
-    text, picture = _grid_ids(d)
-    return {
-        "guidance": torch.full((1,), 4.0).expand(d.batch),
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "txt_ids": torch.stack([text] * d.batch),
-        "img_ids": picture[None].expand(d.batch, -1, -1),
-        "joint_attention_kwargs": None,
-    }
-
-
-def _flux_3_request(d: Draw) -> dict[str, Any]:
-    text, picture = _grid_ids(d, torch.float32)
-    picture[:, 1:3] *= 0.5
-    return {"encoder_hidden_states": d.text(d.config.joint_attention_dim), "txt_ids": text, "img_ids": picture}
-
-
-def _flux_3_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {
-        "hidden_states": d.packed(d.config.in_channels),
-        "timestep": (d.t(sigma) / 1000).expand(d.batch).to(d.dtype),
     }
 
 
@@ -179,45 +109,12 @@ def _hunyuan_step(d: Draw, sigma: float) -> dict[str, Any]:
     }
 
 
-def _krea_request(d: Draw) -> dict[str, Any]:
-    ids = torch.cat([torch.zeros(d.prompt, 3), d.picture_ids(dtype=torch.float32)])
-    return {
-        "encoder_hidden_states": d.normal(d.batch, d.prompt, d.config.num_text_layers, d.config.text_hidden_dim),
-        "position_ids": ids,
-        "encoder_attention_mask": d.mask(torch.bool),
-        "attention_kwargs": None,
-    }
-
-
-def _longcat_request(d: Draw) -> dict[str, Any]:
-    text = torch.arange(d.prompt, dtype=torch.float32)
-    picture = d.picture_ids(dtype=torch.float32) + d.prompt
-    picture[:, 0] = 1
-    return {
-        "guidance": None,
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "txt_ids": torch.stack([torch.zeros(d.prompt), text, text], dim=1),
-        "img_ids": picture,
-    }
-
-
 def _nucleus_request(d: Draw) -> dict[str, Any]:
     return {
         "encoder_hidden_states": d.text(d.config.joint_attention_dim),
         "encoder_hidden_states_mask": d.mask(),
         "img_shapes": [(1, d.side, d.side)] * d.batch,
         "attention_kwargs": {},
-    }
-
-
-def _ovis_request(d: Draw) -> dict[str, Any]:
-    text = torch.zeros(d.prompt, 3)
-    text[:, 1:] = torch.arange(d.prompt)[:, None]
-    return {
-        "encoder_hidden_states": d.text(d.config.joint_attention_dim),
-        "txt_ids": text.to(d.dtype),
-        "img_ids": d.picture_ids(),
-        "joint_attention_kwargs": {},
     }
 
 
@@ -235,7 +132,6 @@ def _qwen_request(d: Draw) -> dict[str, Any]:
     }
 
 
-_DOUBLE = {**HEADS, "num_layers": 2, "num_single_layers": 2, "joint_attention_dim": 40}
 _BOTH = ("num_layers", "num_single_layers")
 _TEXT = {**HEADS, "num_layers": 2, "in_channels": 4, "out_channels": 4, "text_embed_dim": 40}
 
@@ -254,20 +150,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _aura_request,
         _aura_step,
         blocks=("num_mmdit_layers", "num_single_dit_layers"),
-    ),
-    "bria": Denoiser(
-        "BriaTransformer2DModel",
-        {**_DOUBLE, "in_channels": 16, "axes_dims_rope": ROPE},
-        _bria_request,
-        _bria_step,
-        blocks=_BOTH,
-    ),
-    "bria-fibo": Denoiser(
-        "BriaFiboTransformer2DModel",
-        {**_DOUBLE, "in_channels": 16, "axes_dims_rope": ROPE, "text_encoder_dim": 24},
-        _fibo_request,
-        _fibo_step,
-        blocks=_BOTH,
     ),
     "bria-fibo-2": Denoiser(
         "BriaFibo2Transformer2DModel",
@@ -290,20 +172,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _fibo_2_request,
         _fibo_2_step,
         blocks=("n_layers",),
-    ),
-    "chroma": Denoiser(
-        "ChromaTransformer2DModel",
-        {
-            **_DOUBLE,
-            "in_channels": 16,
-            "axes_dims_rope": ROPE,
-            "approximator_num_channels": 16,
-            "approximator_hidden_dim": 32,
-            "approximator_layers": 2,
-        },
-        _chroma_request,
-        packed_step,
-        blocks=_BOTH,
     ),
     "cogview-3-plus": Denoiser(
         "CogView3PlusTransformer2DModel",
@@ -334,26 +202,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _ernie_request,
         _ernie_step,
         blocks=("num_layers",),
-    ),
-    "flux-2": Denoiser(
-        "Flux2Transformer2DModel",
-        {**_DOUBLE, "in_channels": 16, "timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4)},
-        _flux_2_request,
-        packed_step,
-        blocks=_BOTH,
-    ),
-    "flux-3": Denoiser(
-        "Flux3Transformer2DModel",
-        {
-            **_DOUBLE,
-            "in_channels": 16,
-            "cond_in_channels": 16,
-            "timestep_channels": 32,
-            "axes_dims_rope": (4, 4, 4, 4),
-        },
-        _flux_3_request,
-        _flux_3_step,
-        blocks=_BOTH,
     ),
     "hidream": Denoiser(
         "HiDreamImageTransformer2DModel",
@@ -387,35 +235,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _hunyuan_step,
         blocks=_BOTH,
     ),
-    "krea-2": Denoiser(
-        "Krea2Transformer2DModel",
-        {
-            **HEADS,
-            "in_channels": 16,
-            "num_layers": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 64,
-            "timestep_embed_dim": 32,
-            "text_hidden_dim": 24,
-            "num_text_layers": 3,
-            "text_num_attention_heads": 2,
-            "text_num_key_value_heads": 2,
-            "text_intermediate_size": 32,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
-            "axes_dims_rope": ROPE,
-        },
-        _krea_request,
-        _flux_3_step,
-        blocks=("num_layers",),
-    ),
-    "longcat-image": Denoiser(
-        "LongCatImageTransformer2DModel",
-        {**_DOUBLE, "in_channels": 16, "pooled_projection_dim": 40, "axes_dims_rope": ROPE},
-        _longcat_request,
-        packed_step,
-        blocks=_BOTH,
-    ),
     "nucleus-moe": Denoiser(
         "NucleusMoEImageTransformer2DModel",
         {
@@ -433,13 +252,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _nucleus_request,
         packed_step,
         blocks=("num_layers",),
-    ),
-    "ovis-image": Denoiser(
-        "OvisImageTransformer2DModel",
-        {**_DOUBLE, "in_channels": 16, "out_channels": 16, "axes_dims_rope": ROPE},
-        _ovis_request,
-        packed_step,
-        blocks=_BOTH,
     ),
     "qwen-image-2.1": Denoiser(
         "QwenImage21Transformer2DModel",

@@ -151,7 +151,7 @@ def _world_request(d: Draw) -> dict[str, Any]:
 
 def _world_step(d: Draw, sigma: float) -> dict[str, Any]:
     """The first frame is given, so its timestep is zero."""
-    latents = d.video(d.config.in_channels, d.config.patch_size)
+    latents = d.video(d.config.in_channels)
     given = torch.zeros_like(latents)
     given[:, :, :1] = 1.0
     timestep = torch.min(d.t(sigma).expand(latents.shape).float(), (1.0 - given) * 1000.0)

@@ -128,10 +128,12 @@ class Draw:
         """Latents of a picture that has yet to be cut into patches."""
         return self.normal(self.batch, channels, self.side * patch, self.side * patch, dtype=dtype)
 
-    def video(self, channels: int, patch: tuple[int, int, int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Latents of a video that has yet to be cut into patches of frames, height and width."""
-        sizes = (n * p for n, p in zip(self.grid, patch, strict=True))
-        return self.normal(self.batch, channels, *sizes, dtype=dtype)
+    def video(self, channels: int) -> torch.Tensor:
+        """Latents of a video that has yet to be cut into the configuration's patches."""
+        patch = self.config.patch_size
+        if isinstance(patch, int):
+            patch = (self.config.get("patch_size_t") or 1, patch, patch)
+        return self.normal(self.batch, channels, *(n * p for n, p in zip(self.grid, patch, strict=True)))
 
     def packed(self, channels: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Latents as a sequence of tokens."""
@@ -177,6 +179,11 @@ def picture_step(d: Draw, sigma: float, dtype: torch.dtype = torch.float32) -> d
         "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
         "timestep": d.timestep(sigma, dtype),
     }
+
+
+def video_step(d: Draw, sigma: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Latents as a video, and the timestep as the scheduler gives it."""
+    return {"hidden_states": d.video(d.config.in_channels), "timestep": d.timestep(sigma, dtype)}
 
 
 HEADS: Mapping[str, int] = {"attention_head_dim": 16, "num_attention_heads": 2}

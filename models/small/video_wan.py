@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
-from .spec import HEADS, Denoiser, Draw
+from .spec import HEADS, Denoiser, Draw, video_step
 
 # With an image as condition, attention takes all but the last 512 tokens of the context for the image's.
 _TEXT = 512
@@ -20,11 +20,7 @@ def _wan_request(d: Draw) -> dict[str, Any]:
 
 
 def _wan_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {
-        "hidden_states": d.video(d.config.in_channels, d.config.patch_size),
-        # UniPC's timesteps are integers.
-        "timestep": d.timestep(sigma, torch.int64),
-    }
+    return video_step(d, sigma, torch.int64)
 
 
 def _image_request(d: Draw) -> dict[str, Any]:
@@ -38,7 +34,7 @@ def _image_request(d: Draw) -> dict[str, Any]:
 
 
 def _vace_request(d: Draw) -> dict[str, Any]:
-    control = d.video(d.config.vace_in_channels, d.config.patch_size)
+    control = d.video(d.config.vace_in_channels)
     scale = torch.tensor([1.0] * len(d.config.vace_layers)).to(d.dtype)
     return {**_wan_request(d), "control_hidden_states": control, "control_hidden_states_scale": scale}
 
@@ -118,7 +114,7 @@ def _forcing_step(d: Draw, sigma: float) -> dict[str, Any]:
     """Every frame has a timestep of its own."""
     frames, _, _ = d.grid
     return {
-        "hidden_states": d.video(d.config.in_channels, d.config.patch_size),
+        "hidden_states": d.video(d.config.in_channels),
         "timestep": d.t(sigma, torch.int64).repeat(frames).expand(d.batch, -1).clone(),
     }
 
@@ -135,13 +131,6 @@ def _helios_request(d: Draw) -> dict[str, Any]:
         request[f"latents_history_{name}"] = d.normal(*shape)
         request[f"indices_latents_history_{name}"] = indices[None]
     return request
-
-
-def _helios_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {
-        "hidden_states": d.video(d.config.in_channels, d.config.patch_size),
-        "timestep": d.timestep(sigma),
-    }
 
 
 _TINY = {
@@ -246,7 +235,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         "HeliosTransformer3DModel",
         {**_TINY, "rope_dim": (4, 6, 6)},
         _helios_request,
-        _helios_step,
+        video_step,
         blocks=("num_layers",),
     ),
 }
