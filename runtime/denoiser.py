@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _DYNAMO_CONFIG = {
     # Two prompt lengths, a few sizes, and LoRA loaded, fused, disabled: eight are soon used up.
     "recompile_limit": 32,
 }
+_PATCH = dynamo_config.patch(_DYNAMO_CONFIG)
+# One patch for all calls where it can be entered twice (torch 2.13): each new one leaves an entry in the context.
+_PATCH_IS_REENTRANT = isinstance(getattr(_PATCH, "_prior", None), ContextVar)
 
 
 class CompiledDenoiser:
@@ -70,7 +74,7 @@ class CompiledDenoiser:
             return self.module._call_impl(*args, **kwargs)
         ran = self.state.graph_calls
         try:
-            with dynamo_config.patch(_DYNAMO_CONFIG):
+            with _PATCH if _PATCH_IS_REENTRANT else dynamo_config.patch(_DYNAMO_CONFIG):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
