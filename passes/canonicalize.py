@@ -34,7 +34,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .context import PassContext
-from .edit import call, same_layout
+from .edit import call, same_layout, same_sizes
 
 aten = torch.ops.aten
 
@@ -118,7 +118,7 @@ def _static_index_put(node: fx.Node, context: PassContext) -> fx.Node | None:
         return None
     start, end = len(skipped), len(skipped) + mask.meta["val"].ndim
     rest = x.meta["val"].shape[end:]
-    if any(accumulate) or mask.meta["val"].shape != x.meta["val"].shape[start:end]:
+    if any(accumulate) or not same_sizes(mask.meta["val"].shape, x.meta["val"].shape[start:end]):
         context.note("canonicalize", f"{node.name}: boolean index write left: {_why(accumulate)}")
         return None
 
@@ -182,7 +182,8 @@ def _broadcasts(shape: torch.Size, rest: torch.Size) -> bool:
     """Whether values of ``shape`` are the same for every row of trailing shape ``rest``."""
     if len(shape) > len(rest):
         return False
-    return all(s == 1 or s == r for s, r in zip(reversed(shape), reversed(rest), strict=False))
+    pairs = zip(reversed(shape), reversed(rest), strict=False)
+    return all(same_sizes([s], [1]) or same_sizes([s], [r]) for s, r in pairs)
 
 
 def _fill(node: fx.Node, x: fx.Node, wide: fx.Node, values: fx.Node) -> fx.Node:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 
@@ -27,12 +29,13 @@ def call(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
 def same_layout(a: fx.Node, b: fx.Node) -> bool:
     """Whether two tensors agree in shape, stride, dtype and device, so that one may stand for the other."""
     x, y = a.meta["val"], b.meta["val"]
-    return (
-        x.dtype == y.dtype
-        and x.device == y.device
-        and tuple(x.shape) == tuple(y.shape)
-        and tuple(x.stride()) == tuple(y.stride())
-    )
+    same = x.dtype == y.dtype and x.device == y.device
+    return same and same_sizes(x.shape, y.shape) and same_sizes(x.stride(), y.stride())
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to agree. Of sizes that depend on data nobody asks more than that."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
