@@ -1,0 +1,209 @@
+"""One case: every variant in turns, in one process.
+
+1. *Cold*: with an empty compile cache each variant makes its first call. A throw-away module is compiled before, so
+   that none pays for imports; Dynamo forgets everything once, before the case.
+2. *Warm*: each runs one generation, and every step's output is compared with eager's.
+3. *Rounds*: in each, every variant makes one picture with the same new prompt, in an order that rotates, and our body
+   alone takes as many steps. Gradients are off and so is the garbage collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.utils import _pytree as pytree
+
+from dithoist import compile_denoiser, report
+
+from . import variants as known_variants
+from .cases import Case
+from .floor import Floor
+from .machine import Machine
+from .results import CaseResult, VariantResult
+from .variants import OURS
+from .workload import Calls, Workload
+
+Outputs = list[list[torch.Tensor]]
+Told = Callable[[str], object]
+
+
+def parts(variants: Sequence[str], rounds: int) -> int:
+    """How often :func:`run_case` tells of progress."""
+    return len(variants) * 2 + rounds
+
+
+@torch.no_grad()
+def run_case(
+    case: Case,
+    workload: Workload,
+    variants: Sequence[str],
+    rounds: int,
+    machine: Machine,
+    *,
+    tell: Told = lambda _: None,
+    caches: Path | None = None,
+) -> CaseResult:
+    """Measure a case.
+
+    Args:
+        case: what the result is filed under.
+        workload: its module and calls.
+        variants: names in :data:`.variants.VARIANTS`; eager's outputs are the reference whether it is one or not.
+        rounds: timed pictures of each variant.
+        machine: where it runs.
+        tell: called with a word when a part begins; :func:`parts` are their number.
+        caches: keep compiled kernels in this folder, one folder a variant, for :mod:`.peak`.
+
+    Raises:
+        ValueError: a variant that does not exist, or no rounds.
+    """
+    known_variants.check(list(variants))
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    torch.compiler.reset()
+    result = CaseResult(case, workload.depth, {name: VariantResult() for name in variants})
+    calls = workload.calls(0)
+    modules = {}
+    for name in variants:
+        tell(f"{name}: first call")
+        modules[name] = known_variants.build(name, workload.module)
+        _first_call(modules[name], calls, machine, result.variants[name], caches and caches / name)
+    _compare(workload.module, modules, calls, result, tell)
+    for number in range(rounds):
+        tell(f"round {number + 1} of {rounds}")
+        _round(modules, workload.calls(number + 1), machine, result, number)
+    for name, module in modules.items():
+        result.variants[name].host_reads = machine.host_reads(lambda m=module: m(**calls[0]))  # type: ignore[misc]
+    _describe(modules, result)
+    return result
+
+
+def warm_up(device: str) -> None:
+    """Compile something small with everything a denoiser uses, so that no variant pays for imports."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, norm_first=True).to(device).eval()
+    block = _WarmUp(layer).eval()
+    with torch.no_grad(), fresh_cache():
+        calls = {"hidden_states": torch.randn(1, 16, 32, device=device), "timestep": torch.ones(1, device=device)}
+        known_variants.VARIANTS[known_variants.PLAIN](block)
+        block(**calls)
+        ours = compile_denoiser(_WarmUp(layer).eval())
+        ours(**calls)
+
+
+class _WarmUp(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        found = self.layer(hidden_states * torch.sin(timestep)[:, None, None])
+        return nn.functional.silu(found)
+
+
+def _first_call(module: nn.Module, calls: Calls, machine: Machine, result: VariantResult, caches: Path | None) -> None:
+    if caches:
+        caches.mkdir(parents=True)
+    with fresh_cache(dir=str(caches) if caches else None, delete=caches is None):
+        before = _graphs()
+        machine.synchronise()
+        start = time.perf_counter()
+        module(**calls[0])
+        machine.synchronise()
+        result.first_call = time.perf_counter() - start
+        result.graphs = _graphs() - before
+
+
+def _graphs() -> int:
+    """Graphs Dynamo has captured in this process."""
+    return counters["stats"]["unique_graphs"]
+
+
+def _compare(untouched: nn.Module, modules: dict[str, nn.Module], calls: Calls, result: CaseResult, tell: Told) -> None:
+    expected = _outputs(untouched, calls)
+    for name, module in modules.items():
+        tell(f"{name}: warm up")
+        before = _graphs()
+        result.variants[name].error = largest_error(_outputs(module, calls), expected)
+        result.variants[name].recompiles += _graphs() - before
+
+
+def _outputs(module: nn.Module, calls: Calls) -> Outputs:
+    """The tensors each step returns. (Compiled code may return memory it writes again: copy.)"""
+    return [[t.clone() for t in pytree.tree_leaves(module(**c)) if isinstance(t, torch.Tensor)] for c in calls]
+
+
+def largest_error(actual: Outputs, expected: Outputs) -> float:
+    """Largest absolute difference over the largest absolute value; 0 only for the same bits, NaN for NaN."""
+    pairs = [(a, e) for step in zip(actual, expected, strict=True) for a, e in zip(*step, strict=True)]
+    if all(torch.equal(a, e) for a, e in pairs):
+        return 0.0
+    difference = max(float((a.double() - e.double()).abs().max()) for a, e in pairs)
+    return difference / max(float(e.double().abs().max()) for _, e in pairs)
+
+
+def _round(modules: dict[str, nn.Module], calls: Calls, machine: Machine, result: CaseResult, number: int) -> None:
+    names = list(modules)
+    start = number % len(names)
+    for name in names[start:] + names[:start]:
+        found, module = result.variants[name], modules[name]
+        before = _graphs()
+        laps = _laps([lambda c=c, m=module: m(**c) for c in calls], machine)  # type: ignore[misc]
+        found.pictures.append(sum(laps))
+        found.steps.append(statistics.median(laps))
+        found.recompiles += _graphs() - before
+        if name == OURS:
+            floor = _floor(module, calls)
+            if floor is not None:
+                result.floor.append(statistics.median(_laps([floor] * len(calls), machine)))
+
+
+def _floor(module: nn.Module, calls: Calls) -> Floor | None:
+    try:
+        return Floor(module, calls[-1])
+    except ValueError:  # It fell back; the notes say why.
+        return None
+
+
+def _laps(steps: Sequence[Callable[[], object]], machine: Machine) -> list[float]:
+    """Seconds each of the steps took, one after the other."""
+    machine.synchronise()
+    stopwatch = machine.stopwatch()
+    with _no_collection():
+        stopwatch.mark()
+        for step in steps:
+            step()
+            stopwatch.mark()
+    return stopwatch.laps()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _describe(modules: dict[str, nn.Module], result: CaseResult) -> None:
+    """What ours says of itself."""
+    for name, module in modules.items():
+        if not name.startswith("dithoist"):
+            continue
+        (found,) = report(module).denoisers
+        result.variants[name].notes += [f"fell back: {reason}" for reason in found.fallbacks]
+        result.variants[name].notes += [f"demoted to step: {d}" for g in found.graphs for d in g.demoted]
+        if name == OURS or result.operations is None:
+            result.operations = sum(graph.captured_operations for graph in found.graphs)
+            result.body_operations = sum(graph.by_time["step"].operations for graph in found.graphs)
+            result.bytes_held = found.bytes_held
