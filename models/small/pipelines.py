@@ -11,7 +11,6 @@ A family is one entry of `FAMILIES`: a builder of the pipeline and the arguments
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -24,6 +23,8 @@ from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+
+from .common import find, randomize, set_dtype
 
 Size = Literal["tiny", "demo"]
 
@@ -85,10 +86,7 @@ def build_pipeline(
         pipe = family.build(size)
     for component in pipe.components.values():
         if isinstance(component, nn.Module):
-            component.eval()
-            # As when a checkpoint loads in `dtype`: rotary frequencies are no parameters and stay float32.
-            for parameter in component.parameters():
-                parameter.data = parameter.data.to(dtype)
+            set_dtype(component.eval(), dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -185,7 +183,7 @@ def _build_glm_image(size: Size) -> DiffusionPipeline:
         text_encoder=text_encoder,
         vision_language_encoder=prior,
         vae=vae,
-        transformer=_randomize(transformer),
+        transformer=randomize(transformer),
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"
         ),
@@ -213,7 +211,7 @@ def _build_ideogram_4(size: Size) -> DiffusionPipeline:
         )
     )
     conditional, unconditional = (
-        _randomize(
+        randomize(
             diffusers.Ideogram4Transformer2DModel(
                 in_channels=4 * c.latent_channels,
                 num_layers=c.layers,
@@ -254,12 +252,7 @@ FAMILIES: Mapping[str, _Family] = {
 
 
 def _family(name: str) -> _Family:
-    if name not in FAMILIES:
-        close = difflib.get_close_matches(name.lower(), FAMILIES)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"no small pipeline is called {name!r}.{hint} Known names: {known}.")
-    return FAMILIES[name]
+    return find(FAMILIES, name, "pipeline")
 
 
 def _byte_tokenizer(special: list[str], reserved: tuple[str, ...] = (), **kwargs: Any) -> PreTrainedTokenizerFast:
@@ -305,20 +298,3 @@ def _vae_blocks(size: Size) -> dict[str, Any]:
         "layers_per_block": 1,
         "norm_num_groups": 8,
     }
-
-
-def _randomize(module: nn.Module) -> nn.Module:
-    """Weights that keep the signal's scale, in place.
-
-    The default initialisation leaves gates and modulations near zero: blocks would hardly change their input,
-    and a wrong timestep or text embedding would go unnoticed. Norm weights of exactly one would hide as much.
-    """
-    for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            if isinstance(child, nn.Embedding):
-                nn.init.normal_(parameter)
-            elif parameter.ndim > 1:
-                nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-            else:
-                nn.init.normal_(parameter, mean=0.0 if name == "bias" else 1.0, std=0.1)
-    return module

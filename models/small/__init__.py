@@ -1,0 +1,18 @@
+"""Small pipelines and denoisers of diffusers with random weights, built without a download."""
+
+from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls
+from .pipelines import DEFAULT_PROMPT, FAMILIES, Size, build_pipeline, example_call
+
+__all__ = [
+    "DEFAULT_PROMPT",
+    "DENOISERS",
+    "FAMILIES",
+    "NOT_DENOISERS",
+    "Denoiser",
+    "Size",
+    "Sizes",
+    "build_denoiser",
+    "build_pipeline",
+    "example_call",
+    "example_calls",
+]

@@ -1,0 +1,86 @@
+"""Small diffusers denoisers with random weights, called as their pipelines call them; nothing is downloaded.
+
+`build_denoiser` makes the transformer of a family, `example_calls` the arguments of a generation. "tiny" is for
+tests. "bench" keeps the widths of a checkpoint in proportion to each other, text and modulation included; with
+fewer blocks, what is outside of them is a larger part of it than in the checkpoint, and `blocks=` undoes that.
+
+A family is one entry of a table beside this file. Classes of diffusers that are no entry are in
+`NOT_DENOISERS`, each with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import diffusers.models.transformers
+import torch
+from torch import nn
+
+from . import image, video
+from .common import find, randomize, set_dtype
+from .spec import Denoiser, Draw, Sizes
+
+__all__ = ["DENOISERS", "NOT_DENOISERS", "Denoiser", "Sizes", "build_denoiser", "example_calls"]
+
+DEFAULT_SIZES = Sizes()
+
+DENOISERS: Mapping[str, Denoiser] = {**image.DENOISERS, **video.DENOISERS}
+"""Denoisers by short name."""
+
+NOT_DENOISERS: Mapping[str, str] = {}
+"""Why a class of `diffusers.models.transformers` is no entry."""
+
+
+def build_denoiser(
+    name: str,
+    size: Literal["tiny", "bench"] = "tiny",
+    *,
+    blocks: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Module:
+    """The denoiser called `name`, in eval mode, its parameters in `dtype` and drawn from `seed`.
+
+    `blocks` sets the depth; where a class has several kinds of blocks, it is the number of the first, and the
+    others keep their ratio to it. Parts that the class keeps in float32 when a checkpoint loads, stay so.
+    """
+    entry = find(DENOISERS, name, "denoiser")
+    config = entry.tiny if size == "tiny" else entry.bench
+    if config is None:
+        raise ValueError(f"{name!r} has no configuration for the bench")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind = getattr(diffusers.models.transformers, entry.class_name)
+        module: nn.Module = randomize(kind(**_with_blocks(entry, config, blocks))).eval()
+    set_dtype(module, dtype, keep=getattr(module, "_keep_in_fp32_modules", None) or ())
+    return module
+
+
+def example_calls(
+    name: str, module: nn.Module, sizes: Sizes = DEFAULT_SIZES, *, steps: int = 3, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Arguments of `module`'s forward for every step of one generation, as the pipeline would pass them.
+
+    What is fixed for the request is the same object in each. Timesteps follow from `steps` alone; prompt and
+    latents from `seed`.
+    """
+    entry = find(DENOISERS, name, "denoiser")
+    draw = Draw(module.config, sizes, module.dtype, torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+    request = entry.request(draw)
+    calls = []
+    for i in range(steps):
+        latents = torch.Generator().manual_seed((seed + 1) * 1_000_003 + i)
+        step = entry.step(replace(draw, generator=latents), 1 - i / steps)
+        calls.append({**step, **request, "return_dict": False})
+    return calls
+
+
+def _with_blocks(entry: Denoiser, config: Mapping[str, Any], blocks: int | None) -> dict[str, Any]:
+    if blocks is None:
+        return dict(config)
+    if not entry.blocks:
+        raise ValueError(f"the depth of {entry.class_name} is fixed")
+    first = config[entry.blocks[0]]
+    return {**config, **{key: max(1, round(config[key] * blocks / first)) for key in entry.blocks}}

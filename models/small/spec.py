@@ -1,0 +1,154 @@
+"""What describes a small denoiser, and the tools its description is written with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large one generation is.
+
+    Attributes:
+        tokens: latent tokens the blocks see; a square number for a picture, frames x height x width for a video.
+        prompt: text tokens, padding included.
+        batch: pictures made at once.
+    """
+
+    tokens: int = 16
+    prompt: int = 8
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """One denoiser class, with a small configuration and the arguments its pipeline calls it with.
+
+    Attributes:
+        class_name: its name in diffusers.
+        tiny: configuration for tests: two blocks or more, tiny widths.
+        request: from a `Draw`, the arguments that are fixed for a request.
+        step: from a `Draw` and a sigma in (0, 1], the arguments of one step.
+        bench: configuration with a checkpoint's proportions, for two CPU cores.
+        blocks: names of the configuration's values that set the depth.
+    """
+
+    class_name: str
+    tiny: Mapping[str, Any]
+    request: Callable[[Draw], dict[str, Any]]
+    step: Callable[[Draw, float], dict[str, Any]]
+    bench: Mapping[str, Any] | None = None
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Makes the arguments of one generation.
+
+    Attributes:
+        config: of the module that will be called.
+        sizes: of the generation.
+        dtype: of the module, so of text embeddings and most latents.
+        generator: where random values come from.
+    """
+
+    config: Any
+    sizes: Sizes
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    @property
+    def batch(self) -> int:
+        return self.sizes.batch
+
+    @property
+    def prompt(self) -> int:
+        return self.sizes.prompt
+
+    @property
+    def tokens(self) -> int:
+        return self.sizes.tokens
+
+    @property
+    def side(self) -> int:
+        """Height and width of a picture in tokens."""
+        side = math.isqrt(self.tokens)
+        if side * side != self.tokens:
+            raise ValueError(f"a small picture is square, so its number of tokens too, but {self.tokens} is not")
+        return side
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Frames, height and width of a video in tokens: square frames, at least two of them if possible."""
+        for frames in (4, 2, 3, *range(5, self.tokens), 1):
+            side = math.isqrt(self.tokens // frames)
+            if side and frames * side * side == self.tokens:
+                return frames, side, side
+        raise ValueError(f"no video of square frames has {self.tokens} tokens")
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Values of a standard normal distribution, by default in the module's dtype."""
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        """Token ids or classes below `high`."""
+        return torch.randint(high, shape, generator=self.generator)
+
+    def text(self, width: int) -> torch.Tensor:
+        """Text embeddings."""
+        return self.normal(self.batch, self.prompt, width)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Text tokens of each row that are not padding: three quarters of them, or all, in turns."""
+        return [self.prompt - (self.prompt // 4 if row % 2 == 0 else 0) for row in range(self.batch)]
+
+    def mask(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Which text tokens are not padding; padding is on the right."""
+        return (torch.arange(self.prompt) < torch.tensor(self.lengths)[:, None]).to(dtype)
+
+    def padded_text(self, width: int) -> torch.Tensor:
+        """Text embeddings whose padding is zero."""
+        return self.text(width) * self.mask(self.dtype)[:, :, None]
+
+    def picture(self, channels: int, patch: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Latents of a picture that has yet to be cut into patches."""
+        return self.normal(self.batch, channels, self.side * patch, self.side * patch, dtype=dtype)
+
+    def video(self, channels: int, patch: tuple[int, int, int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Latents of a video that has yet to be cut into patches of frames, height and width."""
+        sizes = (n * p for n, p in zip(self.grid, patch, strict=True))
+        return self.normal(self.batch, channels, *sizes, dtype=dtype)
+
+    def packed(self, channels: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Latents as a sequence of tokens."""
+        return self.normal(self.batch, self.tokens, channels, dtype=dtype)
+
+    def t(self, sigma: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A timestep as schedulers give them, between 0 and 1000: a scalar, float32 or an integer."""
+        return torch.tensor(sigma * 1000, dtype=dtype) if dtype.is_floating_point else torch.tensor(round(sigma * 999))
+
+    def timestep(self, sigma: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The timestep for every picture of the batch; the scheduler's dtype is integer or float32."""
+        return self.t(sigma, dtype).expand(self.batch)
+
+    def guidance(self, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        """The guidance scale for every picture, if the configuration embeds it."""
+        return torch.full((1,), scale, dtype=dtype).expand(self.batch) if self.config.guidance_embeds else None
+
+    def picture_ids(self, axes: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Position of every token of a picture; the last two axes are its row and column."""
+        ids = torch.zeros(self.side, self.side, axes)
+        ids[..., -2] = torch.arange(self.side)[:, None]
+        ids[..., -1] = torch.arange(self.side)[None, :]
+        return ids.reshape(self.tokens, axes).to(dtype or self.dtype)
+
+
+def no_request(draw: Draw) -> dict[str, Any]:
+    """For a denoiser that is given latents and a timestep only."""
+    return {}
