@@ -75,7 +75,7 @@ CASES = (
     *(Case(family, tokens=64, steps=4, blocks=blocks) for family in ("flux", "qwen-image") for blocks in (6, 24)),
 )
 
-QUICK = (Case("flux", tokens=64, steps=4, blocks=2),)
+QUICK = Case("flux", tokens=64, steps=4, blocks=1)
 """Under three minutes, compilers included: enough to see that everything works."""
 
 FIELDS = ("family", "tokens", "prompt", "steps", "blocks", "dtype")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import os
 import platform
 import resource
 import time
@@ -63,6 +64,7 @@ class Cpu:
 
     def host_reads(self, call: Callable[[], object]) -> int:
         """How often ``call`` hands a value of a tensor, or a size that depends on one, to the host."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Else it writes to the terminal at every start.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             call()
         return sum(event.name in HOST_READS for event in profile.events() or ())

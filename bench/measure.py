@@ -9,11 +9,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.utils import _pytree as pytree
 
-from dithoist import compile_denoiser, report
+from dithoist import report
 
 from . import variants as known_variants
 from .cases import Case
@@ -70,13 +69,19 @@ def run_case(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     torch.compiler.reset()
-    result = CaseResult(case, workload.depth, {name: VariantResult() for name in variants})
+    result = CaseResult(case, workload.depth, {})
     calls = workload.calls(0)
     modules = {}
     for name in variants:
         tell(f"{name}: first call")
-        modules[name] = known_variants.build(name, workload.module)
-        _first_call(modules[name], calls, machine, result.variants[name], caches and caches / name)
+        try:
+            module = known_variants.build(name, workload.module)
+            result.variants[name] = _first_call(module, calls, machine, caches and caches / name)
+            modules[name] = module
+        except known_variants.Unsupported as error:
+            result.unsupported[name] = str(error)
+        except Exception as error:  # The others can still be compared.
+            result.failed[name] = f"{type(error).__name__}: {error}"
     _compare(workload.module, modules, calls, result, tell)
     for number in range(rounds):
         tell(f"round {number + 1} of {rounds}")
@@ -88,28 +93,15 @@ def run_case(
 
 
 def warm_up(device: str) -> None:
-    """Compile something small with everything a denoiser uses, so that no variant pays for imports."""
+    """Compile something small with what denoisers are made of, so that no variant pays for imports."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, norm_first=True).to(device).eval()
-    block = _WarmUp(layer).eval()
+    picture = torch.randn(1, 16, 32, device=device)
     with torch.no_grad(), fresh_cache():
-        calls = {"hidden_states": torch.randn(1, 16, 32, device=device), "timestep": torch.ones(1, device=device)}
-        known_variants.VARIANTS[known_variants.PLAIN](block)
-        block(**calls)
-        ours = compile_denoiser(_WarmUp(layer).eval())
-        ours(**calls)
+        for name in (known_variants.PLAIN, "dithoist-eager"):
+            known_variants.build(name, layer)(picture)
 
 
-class _WarmUp(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        found = self.layer(hidden_states * torch.sin(timestep)[:, None, None])
-        return nn.functional.silu(found)
-
-
-def _first_call(module: nn.Module, calls: Calls, machine: Machine, result: VariantResult, caches: Path | None) -> None:
+def _first_call(module: nn.Module, calls: Calls, machine: Machine, caches: Path | None) -> VariantResult:
     if caches:
         caches.mkdir(parents=True)
     with fresh_cache(dir=str(caches) if caches else None, delete=caches is None):
@@ -118,8 +110,7 @@ def _first_call(module: nn.Module, calls: Calls, machine: Machine, result: Varia
         start = time.perf_counter()
         module(**calls[0])
         machine.synchronise()
-        result.first_call = time.perf_counter() - start
-        result.graphs = _graphs() - before
+        return VariantResult(time.perf_counter() - start, graphs=_graphs() - before)
 
 
 def _graphs() -> int:
@@ -156,14 +147,14 @@ def _round(modules: dict[str, nn.Module], calls: Calls, machine: Machine, result
     for name in names[start:] + names[:start]:
         found, module = result.variants[name], modules[name]
         before = _graphs()
-        laps = _laps([lambda c=c, m=module: m(**c) for c in calls], machine)  # type: ignore[misc]
+        laps = laps_of([lambda c=c, m=module: m(**c) for c in calls], machine)  # type: ignore[misc]
         found.pictures.append(sum(laps))
         found.steps.append(statistics.median(laps))
         found.recompiles += _graphs() - before
         if name == OURS:
             floor = _floor(module, calls)
             if floor is not None:
-                result.floor.append(statistics.median(_laps([floor] * len(calls), machine)))
+                result.floor.append(statistics.median(laps_of([floor] * len(calls), machine)))
 
 
 def _floor(module: nn.Module, calls: Calls) -> Floor | None:
@@ -173,26 +164,20 @@ def _floor(module: nn.Module, calls: Calls) -> Floor | None:
         return None
 
 
-def _laps(steps: Sequence[Callable[[], object]], machine: Machine) -> list[float]:
+def laps_of(steps: Sequence[Callable[[], object]], machine: Machine) -> list[float]:
     """Seconds each of the steps took, one after the other."""
     machine.synchronise()
     stopwatch = machine.stopwatch()
-    with _no_collection():
+    gc.collect()
+    gc.disable()
+    try:
         stopwatch.mark()
         for step in steps:
             step()
             stopwatch.mark()
-    return stopwatch.laps()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
     finally:
         gc.enable()
+    return stopwatch.laps()
 
 
 def _describe(modules: dict[str, nn.Module], result: CaseResult) -> None:

@@ -45,11 +45,13 @@ class CaseResult:
     """All variants of one case, measured in turns in one process.
 
     Attributes:
-        depth: repeated blocks of the module.
+        depth: blocks the module is a stack of.
         floor: of each round, a step of our compiled body alone, on held values.
         operations: in a step as captured; ``None`` without a variant of ours.
         body_operations: those left in the body.
         bytes_held: between calls, by ours with Inductor.
+        unsupported: why a variant does not exist for this family, by name.
+        failed: why a variant could not make its first call, by name.
     """
 
     case: Case
@@ -59,6 +61,8 @@ class CaseResult:
     operations: int | None = None
     body_operations: int | None = None
     bytes_held: int | None = None
+    unsupported: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def speedup(self, name: str, over: str, figure: str = "steps") -> Ratio | None:
         """Time of ``over`` divided by that of ``name``; ``figure`` is ``"steps"`` or ``"pictures"``."""
@@ -72,6 +76,22 @@ class CaseResult:
 
 
 @dataclass
+class Overhead:
+    """What one call costs besides its work, for a denoiser whose hoisted work reads ``parameters`` weights.
+
+    Attributes:
+        dynamo: seconds for guards and AOTAutograd's wrapper around a graph that does nothing.
+        ours: seconds we add, the body left out.
+        first: seconds of the first call of a picture, body included: it reads all hoisted weights.
+    """
+
+    parameters: int
+    dynamo: float
+    ours: float
+    first: float
+
+
+@dataclass
 class Run:
     """One run on one machine.
 
@@ -79,8 +99,9 @@ class Run:
         platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         machine: what it is, in words.
         rounds: timed pictures of each variant.
-        failed: why, by id of the case.
+        failed: why a case, or one variant of it, has no figures; by id.
         skipped: ids of cases there was no time for.
+        overhead: by number of parameters.
     """
 
     platform: str
@@ -89,6 +110,7 @@ class Run:
     results: list[CaseResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write everything as JSON."""
@@ -104,7 +126,8 @@ class Run:
         """
         try:
             found = json.loads(path.read_text())
-            return cls(**found | {"results": [_case_result(r) for r in found["results"]]})
+            results = [_case_result(r) for r in found["results"]]
+            return cls(**found | {"results": results, "overhead": [Overhead(**o) for o in found["overhead"]]})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no result of python -m bench: {error}") from error
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,9 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from .cases import Case, unique
 from .machine import machine
 from .measure import parts, run_case, warm_up
+from .overhead import PARAMETERS
+from .overhead import measure as measure_overhead
 from .peak import peak_elsewhere
-from .results import CaseResult, Run
+from .results import CaseResult, Overhead, Run
 from .workload import load
+
+_OVERHEAD_ROUNDS = 15
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Plan:
         rounds: timed pictures of each variant.
         device: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         memory: measure peak memory, in a process for each variant.
+        overhead: measure what a call costs besides its work.
         minutes: begin no case that, by the slowest so far, would end later; ``None`` is no limit.
     """
 
@@ -41,6 +46,7 @@ class Plan:
     rounds: int = 7
     device: str = "cpu"
     memory: bool = True
+    overhead: bool = True
     minutes: float | None = None
 
 
@@ -49,12 +55,27 @@ def run(cases: Sequence[Case], plan: Plan, console: Console) -> Run:
     found = Run(plan.device, machine(plan.device).describe(), plan.rounds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as folder:
-        total = progress.add_task("all cases", total=len(unique(cases)))
+        total = progress.add_task("all cases", total=len(unique(cases)) + plan.overhead)
         budget = _Budget(plan.minutes)
-        ordered = sorted(unique(cases), key=lambda case: case.family)
-        families = [list(group) for _, group in itertools.groupby(ordered, key=lambda case: case.family)]
-        for family in sorted(families, key=lambda group: cases.index(group[0])):
-            _run_family(family, plan, Path(folder), found, _Told(progress, total), budget)
+        told = _Told(progress, total)
+        if plan.overhead:
+            told.begin("overhead", len(PARAMETERS))
+            found.overhead = _overhead(plan, told)
+            told.end()
+        families: dict[str, list[Case]] = {}
+        for case in unique(cases):
+            families.setdefault(case.family, []).append(case)
+        for family in families.values():
+            _run_family(family, plan, Path(folder), found, told, budget)
+    return found
+
+
+def _overhead(plan: Plan, told: _Told) -> list[Overhead]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found = []
+        for count in PARAMETERS:
+            told.step(f"overhead: {count} parameters")
+            found.append(pool.submit(measure_overhead, count, _OVERHEAD_ROUNDS, plan.device).result())
     return found
 
 
@@ -116,10 +137,12 @@ def _run_family(cases: list[Case], plan: Plan, folder: Path, found: Run, told: _
                 if plan.memory:
                     _measure_memory(result, plan, caches, told)
                 found.results.append(result)
-            except (RuntimeError, OSError, EOFError) as error:
-                process.join(1)  # A process the system ended says nothing; its exit code does.
-                ended = "" if process.exitcode is None else f"its process ended with {process.exitcode}"
-                found.failed[case.id] = str(error) or ended or type(error).__name__
+                found.failed |= {f"{case.id}, {name}": reason for name, reason in result.failed.items()}
+            except (EOFError, ConnectionError):  # A process that was ended says nothing; its exit code does.
+                process.join()
+                found.failed[case.id] = f"the family's process ended with exit code {process.exitcode}"
+            except RuntimeError as error:
+                found.failed[case.id] = str(error)
             told.end()
             budget.ended()
     finally:

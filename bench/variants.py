@@ -16,11 +16,21 @@ PLAIN = "torch.compile"
 VARIANTS: dict[str, Callable[[Any], object]] = {
     "eager": lambda module: None,
     PLAIN: lambda module: module.compile(),
-    "regional": lambda module: module.compile_repeated_blocks(),
+    "regional": lambda module: _compile_repeated_blocks(module),
     "dithoist-eager": lambda module: compile_denoiser(module, backend="eager"),
     OURS: lambda module: compile_denoiser(module, backend="inductor"),
 }
 """Each compiles a module in place."""
+
+
+class Unsupported(Exception):
+    """A variant that does not exist for a family, which is no failure."""
+
+
+def _compile_repeated_blocks(module: Any) -> None:
+    if not getattr(module, "_repeated_blocks", None):
+        raise Unsupported(f"{type(module).__name__} names no repeated blocks")
+    module.compile_repeated_blocks()
 
 
 def build(name: str, module: nn.Module) -> nn.Module:
@@ -31,6 +41,7 @@ def build(name: str, module: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: no such variant.
+        Unsupported: it does not exist for this module.
     """
     check([name])
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}

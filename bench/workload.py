@@ -30,9 +30,8 @@ class Workload:
 
     @property
     def depth(self) -> int:
-        """How many repeated blocks the module has."""
-        repeated = getattr(self.module, "_repeated_blocks", None) or ()
-        return sum(type(child).__name__ in repeated for child in self.module.modules())
+        """How many blocks the module is a stack of."""
+        return sum(len(child) for child in self.module.children() if isinstance(child, nn.ModuleList))
 
 
 def load(case: Case, device: str = "cpu") -> Workload:
