@@ -12,6 +12,7 @@ from rich.console import Console
 from . import plots, tables, variants
 from .cases import CASES, FIELDS, QUICK, Case, select, unique
 from .machine import NAMES, available, machine
+from .overhead import PARAMETERS
 from .runner import Plan, run
 
 _WIDTH = 190
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
         rounds=options.rounds or (3 if options.quick else 7),
         device=machine(options.device).name,
         memory=not (options.no_memory or options.quick),
-        overhead=not options.no_overhead,
+        overhead=() if options.no_overhead else PARAMETERS[:2] if options.quick else PARAMETERS,
         minutes=options.minutes,
     )
     found = run(cases, plan, console)

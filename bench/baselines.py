@@ -82,10 +82,12 @@ def figures(result: CaseResult) -> Figures:
     over = result.over_floor(OURS)
     if over:
         found[f"over body: {OURS}"] = over.value
-    if result.body_operations is not None and result.bytes_held is not None:
-        found["count: operations in the body"] = result.body_operations
-        found["bytes: held"] = result.bytes_held
-    return found
+    ours = {
+        "count: operations in the body": result.body_operations,
+        "count: host reads in the body": result.body_host_reads,
+        "bytes: held": result.bytes_held,
+    }
+    return found | {name: value for name, value in ours.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,7 +108,8 @@ def select(cases: Iterable[Case] = CASES, **wanted: Sequence[Any] | None) -> lis
 
 def series(cases: Iterable[Case], along: str) -> list[list[Case]]:
     """Groups of cases that differ in the field ``along`` alone, two or more in each, in its order."""
-    groups: dict[Case, list[Case]] = {}
+    others = [name for name in FIELDS if name != along]
+    groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in unique(cases):
-        groups.setdefault(dataclasses.replace(case, **{along: 0}), []).append(case)
+        groups.setdefault(tuple(getattr(case, name) for name in others), []).append(case)
     return [sorted(g, key=lambda c: getattr(c, along) or 0) for g in groups.values() if len(g) > 1]

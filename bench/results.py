@@ -49,6 +49,7 @@ class CaseResult:
         floor: of each round, a step of our compiled body alone, on held values.
         operations: in a step as captured; ``None`` without a variant of ours.
         body_operations: those left in the body.
+        body_host_reads: calls left in the body that make the host wait.
         bytes_held: between calls, by ours with Inductor.
         unsupported: why a variant does not exist for this family, by name.
         failed: why a variant could not make its first call, by name.
@@ -60,6 +61,7 @@ class CaseResult:
     floor: list[float] = field(default_factory=list)
     operations: int | None = None
     body_operations: int | None = None
+    body_host_reads: int | None = None
     bytes_held: int | None = None
     unsupported: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

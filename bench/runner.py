@@ -38,7 +38,7 @@ class Plan:
         rounds: timed pictures of each variant.
         device: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         memory: measure peak memory, in a process for each variant.
-        overhead: measure what a call costs besides its work.
+        overhead: numbers of parameters for which to measure what a call costs besides its work.
         minutes: begin no case that, by the slowest so far, would end later; ``None`` is no limit.
     """
 
@@ -46,7 +46,7 @@ class Plan:
     rounds: int = 7
     device: str = "cpu"
     memory: bool = True
-    overhead: bool = True
+    overhead: tuple[int, ...] = PARAMETERS
     minutes: float | None = None
 
 
@@ -55,25 +55,28 @@ def run(cases: Sequence[Case], plan: Plan, console: Console) -> Run:
     found = Run(plan.device, machine(plan.device).describe(), plan.rounds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as folder:
-        total = progress.add_task("all cases", total=len(unique(cases)) + plan.overhead)
+        total = progress.add_task("all cases", total=len(unique(cases)) + bool(plan.overhead))
         budget = _Budget(plan.minutes)
         told = _Told(progress, total)
         if plan.overhead:
-            told.begin("overhead", len(PARAMETERS))
+            told.begin("overhead", len(plan.overhead))
             found.overhead = _overhead(plan, told)
             told.end()
         families: dict[str, list[Case]] = {}
         for case in unique(cases):
             families.setdefault(case.family, []).append(case)
         for family in families.values():
-            _run_family(family, plan, Path(folder), found, told, budget)
+            if budget.allows_another():
+                _run_family(family, plan, Path(folder), found, told, budget)
+            else:
+                found.skipped += [case.id for case in family]
     return found
 
 
 def _overhead(plan: Plan, told: _Told) -> list[Overhead]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         found = []
-        for count in PARAMETERS:
+        for count in plan.overhead:
             told.step(f"overhead: {count} parameters")
             found.append(pool.submit(measure_overhead, count, _OVERHEAD_ROUNDS, plan.device).result())
     return found
@@ -172,10 +175,10 @@ def _serve(connection: Connection[Any, Any], plan: Plan) -> None:
     while (request := connection.recv()) is not None:
         case, caches = request
         try:
+            workload = load(case, plan.device)
             if not warm:
                 warm_up(plan.device)
                 warm = True
-            workload = load(case, plan.device)
             result = run_case(
                 case, workload, plan.variants, plan.rounds, where,
                 tell=lambda title: connection.send(("step", title)), caches=caches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -13,17 +13,18 @@ from rich.table import Table
 
 from dithoist.runtime.report import human
 
-from .ratios import Ratio, spread
+from .ratios import spread
 from .results import CaseResult, Run, VariantResult
 from .targets import losses, verdicts
 from .variants import OURS, PLAIN
 
+_LOSS = "▼"
 _PREFACE = """Written by `python -m bench --markdown docs/performance.md` from one run on one machine. Every ratio
-compares times of the same case in the same process, variants in turns; medians of {rounds} rounds, in brackets the 95 %
-bootstrap interval. A speed-up below 1 is a loss. A *step* has its held values, a *picture* is {steps} with a new
-prompt, so what is done once a request is part of it. *error* is against eager, over its largest value; 0 is the same
-bits. Modules are of the real classes, small, with random weights: what a step can skip is a larger part of it than in
-a checkpoint."""
+compares times of the same case in the same process, variants in turns: medians of {rounds} rounds, in brackets the
+95 % bootstrap interval. A speed-up of ours below 1 is a loss, marked {loss}. A *step* has its held values; a *picture*
+has a new prompt, so what is done once a request is part of it, and {steps} steps, as the id of the case says. *error*
+is against eager, over its largest value; 0 is the same bits. Modules are of the real classes, small, with random
+weights: what a step can skip is a larger part of it than in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Sheet:
 
     title: str
     header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def sheets(run: Run) -> list[Sheet]:
@@ -53,7 +54,7 @@ def _times(run: Run) -> Sheet:
             cells.append(f"{scale * statistics.median(times):.3g}")
             if figure == "steps":
                 cells.append(f"{spread(times):.1%}")
-            cells += [_ratio(result.speedup(name, other, figure), name == other) for other in ("eager", PLAIN)]
+            cells += [_speedup(result, name, other, figure) for other in ("eager", PLAIN)]
         rows.append(tuple(cells))
     return Sheet("Time", header, rows)
 
@@ -78,15 +79,26 @@ def _costs(run: Run) -> Sheet:
 
 
 def _floors(run: Run) -> Sheet:
-    header = ("case", "ours, ms/step", "body alone", "ours over body", "operations", "in the body", "held")
+    header = (
+        "case",
+        "ours, ms/step",
+        "body alone",
+        "ours over body",
+        "operations",
+        "in the body",
+        "host reads there",
+        "held",
+    )
     rows = []
     for result in run.results:
         over = result.over_floor(OURS)
         if over is None:
             continue
         ours, floor = (1e3 * statistics.median(t) for t in (result.variants[OURS].steps, result.floor))
-        counts = (str(result.operations), str(result.body_operations), human(result.bytes_held or 0))
-        rows.append((result.case.id, f"{ours:.3g}", f"{floor:.3g}", str(over), *counts))
+        counts = map(str, (result.operations, result.body_operations, result.body_host_reads))
+        rows.append((
+            result.case.id, f"{ours:.3g}", f"{floor:.3g}", str(over), *counts, human(result.bytes_held or 0)
+        ))  # fmt: skip
     return Sheet("The floor: the body alone", header, rows)
 
 
@@ -105,10 +117,11 @@ def _each(run: Run) -> Iterator[tuple[CaseResult, str, VariantResult]]:
             yield result, name, variant
 
 
-def _ratio(found: Ratio | None, itself: bool) -> str:
-    if found is None or itself:
+def _speedup(result: CaseResult, name: str, other: str, figure: str) -> str:
+    found = result.speedup(name, other, figure)
+    if found is None or name == other:
         return ""
-    return f"{found}, slower" if found.value < 1 else str(found)
+    return f"{_LOSS} {found}" if name.startswith("dithoist") and found.value < 1 else str(found)
 
 
 def lists(run: Run) -> list[tuple[str, list[str]]]:
@@ -142,9 +155,8 @@ def show(run: Run, console: Console) -> None:
 def markdown(run: Run) -> str:
     """Everything, for ``docs/performance.md``."""
     steps = sorted({result.case.steps for result in run.results})
-    words = f"{', '.join(map(str, steps))} steps (the id says)"
-    parts = ["# Performance", f"Measured on {run.platform}: {run.machine}.", ""]
-    parts += [_PREFACE.format(rounds=run.rounds, steps=words)]
+    preface = _PREFACE.format(loss=_LOSS, rounds=run.rounds, steps=" or ".join(map(str, steps)))
+    parts = ["# Performance", "", f"Measured on {run.platform}: {run.machine}.", "", preface]
     for title, lines in lists(run):
         parts += ["", f"## {title}", "", *(f"- {line}" for line in lines)]
     for sheet in sheets(run):
