@@ -13,6 +13,7 @@ from . import plots, tables, variants
 from .cases import CASES, FIELDS, QUICK, Case, select, unique
 from .machine import NAMES, available, machine
 from .overhead import PARAMETERS
+from .results import Run
 from .runner import Plan, run
 
 _WIDTH = 190
@@ -36,7 +37,28 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
     if options.device and not available(options.device):
         console.print(f"skipped: no {options.device} device here")
         return 0
-    plan = Plan(
+    found = (
+        _load(options.results, parser) if options.results else run(cases, _plan(options, chosen), console, options.json)
+    )
+    tables.show(found, console)
+    for path in filter(None, (options.markdown, options.png)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if options.markdown:
+        options.markdown.write_text(tables.markdown(found))
+    if options.png:
+        plots.draw(found, options.png)
+    return 1 if found.failed else 0
+
+
+def _load(path: Path, parser: argparse.ArgumentParser) -> Run:
+    try:
+        return Run.load(path)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _plan(options: argparse.Namespace, chosen: list[str]) -> Plan:
+    return Plan(
         tuple(dict.fromkeys(chosen)),
         rounds=options.rounds or (3 if options.quick else 7),
         device=machine(options.device).name,
@@ -44,15 +66,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
         overhead=() if options.no_overhead else PARAMETERS[:2] if options.quick else PARAMETERS,
         minutes=options.minutes,
     )
-    found = run(cases, plan, console)
-    tables.show(found, console)
-    if options.json:
-        found.save(options.json)
-    if options.markdown:
-        options.markdown.write_text(tables.markdown(found))
-    if options.png:
-        plots.draw(found, options.png)
-    return 1 if found.failed else 0
 
 
 def _quick(families: list[str] | None, **sizes: list[object] | None) -> list[Case]:
@@ -83,6 +96,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     how.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes a process per variant")
     how.add_argument("--no-overhead", action="store_true", help="skip the cost of a call besides its work")
     how.add_argument("--minutes", type=float, help="begin no case that would end later, by the slowest so far")
+    how.add_argument("--results", type=Path, help="measure nothing; show a run that --json wrote")
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, help="everything, for bench.baselines")
     out.add_argument("--markdown", type=Path, help="the tables, as docs/performance.md is written")

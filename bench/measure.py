@@ -1,14 +1,16 @@
 """One case: every variant in turns, in one process.
 
-1. *Cold*: with an empty compile cache each variant makes its first call. A throw-away module is compiled before, so
-   that none pays for imports; Dynamo forgets everything once, before the case.
+1. *Cold*: with an empty compile cache each variant makes its first call. What is done once a process is done before
+   (:func:`warm_up`); Dynamo forgets everything once, before the case.
 2. *Warm*: each runs one generation, and every step's output is compared with eager's.
-3. *Rounds*: in each, every variant makes one picture with the same new prompt, in an order that rotates, and our body
-   alone takes as many steps. Gradients are off and so is the garbage collector.
+3. *Rounds*: in each, every variant makes one picture with the same new prompt, in an order that rotates. Then it takes
+   the first steps again: now all that can be held is, which a new prompt's first steps do not show where modulation
+   depends on it. Our body alone takes as many. Gradients are off and so is the garbage collector.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -31,6 +33,7 @@ from .results import CaseResult, VariantResult
 from .variants import OURS
 from .workload import Calls, Workload
 
+_HELD_STEPS = 8
 Outputs = list[list[torch.Tensor]]
 Told = Callable[[str], object]
 
@@ -87,18 +90,24 @@ def run_case(
         tell(f"round {number + 1} of {rounds}")
         _round(modules, workload.calls(number + 1), machine, result, number)
     for name, module in modules.items():
-        result.variants[name].host_reads = machine.host_reads(lambda m=module: m(**calls[0]))  # type: ignore[misc]
+        result.variants[name].host_reads = machine.host_reads(functools.partial(module, **calls[0]))
     _describe(modules, result)
     return result
 
 
-def warm_up(device: str) -> None:
-    """Compile something small with what denoisers are made of, so that no variant pays for imports."""
+def warm_up(workload: Workload, device: str) -> None:
+    """Let no variant pay for what is done once a process, else the first to compile would seem slower.
+
+    Compiles something small with what denoisers are made of, and traces the module, without a compiler behind.
+    """
     block = _Block().to(device).eval()
     calls = {"hidden_states": torch.randn(1, 16, 32, device=device), "timestep": torch.ones(1, device=device)}
+    traced = known_variants.build("eager", workload.module)
+    traced.compile(backend="aot_eager")
     with torch.no_grad(), fresh_cache():
         for name in (known_variants.PLAIN, "dithoist-eager"):
             known_variants.build(name, block)(**calls)
+        traced(**workload.calls(0)[0])
 
 
 class _Block(nn.Module):
@@ -161,14 +170,14 @@ def _round(modules: dict[str, nn.Module], calls: Calls, machine: Machine, result
     for name in names[start:] + names[:start]:
         found, module = result.variants[name], modules[name]
         before = _graphs()
-        laps = laps_of([lambda c=c, m=module: m(**c) for c in calls], machine)  # type: ignore[misc]
-        found.pictures.append(sum(laps))
-        found.steps.append(statistics.median(laps))
+        steps = [functools.partial(module, **call) for call in calls]
+        found.pictures.append(sum(laps_of(steps, machine)))
+        found.steps.append(statistics.median(laps_of(steps[:_HELD_STEPS], machine)))
         found.recompiles += _graphs() - before
         if name == OURS:
             floor = _floor(module, calls)
             if floor is not None:
-                result.floor.append(statistics.median(laps_of([floor] * len(calls), machine)))
+                result.floor.append(statistics.median(laps_of([floor] * len(steps[:_HELD_STEPS]), machine)))
 
 
 def _floor(module: nn.Module, calls: Calls) -> Floor | None:

@@ -11,6 +11,7 @@ turns. On an accelerator these are times of the host.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -77,8 +78,8 @@ def measure(count: int, rounds: int, device: str = "cpu") -> Overhead:
         {"hidden_states": latents, "timestep": torch.full((1,), 1 - i / _STEPS, device=device)} for i in range(_STEPS)
     ]
     ways: dict[str, list[Callable[[], object]]] = {
-        "dynamo": [lambda c=c: plain(**c) for c in calls],  # type: ignore[misc]
-        "ours": [lambda c=c: ours(**c) for c in calls],  # type: ignore[misc]
+        "dynamo": [functools.partial(plain, **call) for call in calls],
+        "ours": [functools.partial(ours, **call) for call in calls],
     }
     for steps in ways.values():
         for step in steps:

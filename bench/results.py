@@ -18,7 +18,7 @@ class VariantResult:
 
     Attributes:
         first_call: the first call, with cold caches: compilation and one step.
-        steps: of each round, the median step of a picture.
+        steps: of each round, the median of some steps with all values held that can be.
         pictures: of each round, a picture with a new prompt; what is done once a request is part of it.
         error: largest absolute difference of any step's output to eager's, over eager's largest value. 0 is the
             same bits.
@@ -115,7 +115,8 @@ class Run:
     overhead: list[Overhead] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write everything as JSON."""
+        """Write everything as JSON; makes the folder."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod

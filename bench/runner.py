@@ -50,8 +50,11 @@ class Plan:
     minutes: float | None = None
 
 
-def run(cases: Sequence[Case], plan: Plan, console: Console) -> Run:
-    """Measure all cases. A case that fails is noted with its reason, and the others go on."""
+def run(cases: Sequence[Case], plan: Plan, console: Console, keep: Path | None = None) -> Run:
+    """Measure all cases. A case that fails is noted with its reason, and the others go on.
+
+    After each family, what is known is written to ``keep``, so that hours are not lost with the last minute.
+    """
     found = Run(plan.device, machine(plan.device).describe(), plan.rounds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as folder:
@@ -70,6 +73,8 @@ def run(cases: Sequence[Case], plan: Plan, console: Console) -> Run:
                 _run_family(family, plan, Path(folder), found, told, budget)
             else:
                 found.skipped += [case.id for case in family]
+            if keep:
+                found.save(keep)
     return found
 
 
@@ -177,7 +182,7 @@ def _serve(connection: Connection[Any, Any], plan: Plan) -> None:
         try:
             workload = load(case, plan.device)
             if not warm:
-                warm_up(plan.device)
+                warm_up(workload, plan.device)
                 warm = True
             result = run_case(
                 case, workload, plan.variants, plan.rounds, where,

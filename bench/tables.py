@@ -19,12 +19,12 @@ from .targets import losses, verdicts
 from .variants import OURS, PLAIN
 
 _LOSS = "▼"
-_PREFACE = """Written by `python -m bench --markdown docs/performance.md` from one run on one machine. Every ratio
+_PREFACE = """Written by `python -m bench --results run.json --markdown docs/performance.md` from one run. Every ratio
 compares times of the same case in the same process, variants in turns: medians of {rounds} rounds, in brackets the
-95 % bootstrap interval. A speed-up of ours below 1 is a loss, marked {loss}. A *step* has its held values; a *picture*
-has a new prompt, so what is done once a request is part of it, and {steps} steps, as the id of the case says. *error*
-is against eager, over its largest value; 0 is the same bits. Modules are of the real classes, small, with random
-weights: what a step can skip is a larger part of it than in a checkpoint."""
+95 % bootstrap interval. A speed-up of ours below 1 is a loss, marked {loss}. A *step* finds held what can be; a
+*picture* has a new prompt, so what is done once a request is part of it, and {steps} steps, as the id of the case says.
+*error* is against eager, over its largest value; 0 is the same bits. Modules are of the real classes, small, with
+random weights: what a step can skip is a larger part of it than in a checkpoint."""
 
 
 @dataclass(frozen=True)

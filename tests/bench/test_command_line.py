@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from stored_run import stored_run
 
 from dithoist.__main__ import main as dithoist
 from dithoist.bench import overhead
 from dithoist.bench.__main__ import main
 from dithoist.bench.baselines import main as baselines
 from dithoist.bench.machine import available
+from dithoist.bench.tables import markdown
 
 
 def test_cases_are_listed_by_their_ids(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +40,16 @@ def test_a_bad_option_is_refused_with_what_is_known(
         main(options)
     assert error.value.code == 2
     assert words in " ".join(capsys.readouterr().err.replace("'cpu', 'cuda', 'npu'", "cpu, cuda, npu").split())
+
+
+def test_a_stored_run_is_shown_without_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored_run().save(tmp_path / "run.json")
+    out = tmp_path / "performance.md"
+    assert main(["--results", str(tmp_path / "run.json"), "--markdown", str(out)]) == 1, "a case of it failed"
+    assert "a step takes 5.0% longer" in capsys.readouterr().out
+    assert out.read_text() == markdown(stored_run())
+    with pytest.raises(SystemExit):
+        main(["--results", str(tmp_path / "nothing.json")])
 
 
 @pytest.mark.skipif(available("cuda"), reason="there is a CUDA device")
