@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
     if options.device and not available(options.device):
         console.print(f"skipped: no {options.device} device here")
         return 0
-    found = (
-        _load(options.results, parser) if options.results else run(cases, _plan(options, chosen), console, options.json)
-    )
+    if options.results:
+        found = _load(options.results, parser)
+    else:
+        found = run(cases, _plan(options, chosen), console, keep=options.json)
     tables.show(found, console)
     for path in filter(None, (options.markdown, options.png)):
         path.parent.mkdir(parents=True, exist_ok=True)
