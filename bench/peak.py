@@ -50,13 +50,14 @@ def peak_elsewhere(case: Case, variant: str, device: str, cache: Path | None = N
         cache: compile cache to read kernels from, so that they need not be compiled again.
 
     Raises:
-        RuntimeError: the process failed; the message is the end of what it printed.
+        RuntimeError: the process failed; the message is its last line.
     """
     command = [sys.executable, "-m", f"{__package__}.peak", case.id, variant, "--device", device]
     environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise RuntimeError(f"peak memory of {variant}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(said[-1] if said else f"exit code {done.returncode}")
     return int(json.loads(done.stdout.strip().splitlines()[-1])["peak"])
 
 

@@ -52,7 +52,7 @@ class CaseResult:
         body_host_reads: calls left in the body that make the host wait.
         bytes_held: between calls, by ours with Inductor.
         unsupported: why a variant does not exist for this family, by name.
-        failed: why a variant could not make its first call, by name.
+        failed: why a variant could not make its first call, or its memory not be measured; by name.
     """
 
     case: Case

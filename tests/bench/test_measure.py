@@ -84,6 +84,11 @@ def test_bad_requests_are_refused() -> None:
         machine("tpu")
 
 
+def test_a_process_that_fails_is_answered_with_its_last_line() -> None:
+    with pytest.raises(RuntimeError, match="no-such-family"):
+        peak.peak_elsewhere(Case("no-such-family"), "eager", "cpu")
+
+
 @torch.no_grad()
 def test_the_floor_runs_the_body_alone_with_what_a_call_gave_it() -> None:
     module = TinyDit().eval()
