@@ -39,11 +39,11 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def set_dtype(module: nn.Module, dtype: torch.dtype, keep: Iterable[str] = ()) -> None:
-    """Parameters in `dtype`, as when a checkpoint loads in it, but for those of submodules called as `keep` says.
+    """What a checkpoint holds, parameters and buffers, in `dtype`, but for submodules called as `keep` says.
 
-    Rotary frequencies and other buffers stay float32.
+    Rotary frequencies and other buffers that no checkpoint holds stay float32.
     """
     kept = set(keep)
-    for name, parameter in module.named_parameters():
-        if not kept.intersection(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if value.is_floating_point() and not kept.intersection(name.split(".")):
+            value.data = value.data.to(dtype)

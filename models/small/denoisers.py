@@ -10,6 +10,7 @@ A family is one entry of a table beside this file. Classes of diffusers that are
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import diffusers.models.transformers
 import torch
 from torch import nn
 
-from . import image, video
+from . import image, image_cross, image_flux, image_joint, other, several, video, video_hunyuan, video_wan
 from .common import find, randomize, set_dtype
 from .spec import Denoiser, Draw, Sizes
 
@@ -26,10 +27,18 @@ __all__ = ["DENOISERS", "NOT_DENOISERS", "Denoiser", "Sizes", "build_denoiser", 
 
 DEFAULT_SIZES = Sizes()
 
-DENOISERS: Mapping[str, Denoiser] = {**image.DENOISERS, **video.DENOISERS}
+_TABLES = (image, image_flux, image_joint, image_cross, video_wan, video_hunyuan, video, several, other)
+
+DENOISERS: Mapping[str, Denoiser] = {name: entry for table in _TABLES for name, entry in table.DENOISERS.items()}
 """Denoisers by short name."""
 
-NOT_DENOISERS: Mapping[str, str] = {}
+NOT_DENOISERS: Mapping[str, str] = {
+    "DreamLiteTransformer2DModel": "attention blocks inside a UNet",
+    "DualTransformer2DModel": "two attention stacks inside a UNet",
+    "MiniMaxMusic3RVQDepthDecoder": "decodes audio codes one by one",
+    "Transformer2DModel": "attention blocks inside a UNet; whole denoisers of its kind have their own classes",
+    "TransformerTemporalModel": "attention over frames inside a UNet",
+}
 """Why a class of `diffusers.models.transformers` is no entry."""
 
 
@@ -67,13 +76,14 @@ def example_calls(
     latents from `seed`.
     """
     entry = find(DENOISERS, name, "denoiser")
-    draw = Draw(module.config, sizes, module.dtype, torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+    draw = Draw(module, sizes, module.dtype, torch.Generator().manual_seed(seed), steps)  # type: ignore[arg-type]
     request = entry.request(draw)
+    tuples = {"return_dict": False} if "return_dict" in inspect.signature(type(module).forward).parameters else {}
     calls = []
     for i in range(steps):
         latents = torch.Generator().manual_seed((seed + 1) * 1_000_003 + i)
         step = entry.step(replace(draw, generator=latents), 1 - i / steps)
-        calls.append({**step, **request, "return_dict": False})
+        calls.append({**step, **request, **tuples})
     return calls
 
 

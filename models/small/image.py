@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_ideogram4 import (
     SEQUENCE_PADDING_INDICATOR,
 )
 
-from .spec import Denoiser, Draw
+from .spec import HEADS, ROPE, Denoiser, Draw, packed_step, picture_step
 
 
 def _flux_request(d: Draw) -> dict[str, Any]:
@@ -25,13 +25,6 @@ def _flux_request(d: Draw) -> dict[str, Any]:
         "txt_ids": torch.zeros(d.prompt, 3, dtype=d.dtype),
         "img_ids": d.picture_ids(),
         "joint_attention_kwargs": {},
-    }
-
-
-def _packed_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {
-        "hidden_states": d.packed(d.config.in_channels),
-        "timestep": d.timestep(sigma).to(d.dtype) / 1000,
     }
 
 
@@ -54,10 +47,6 @@ def _sd3_request(d: Draw) -> dict[str, Any]:
     }
 
 
-def _sd3_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {"hidden_states": d.picture(d.config.in_channels, d.config.patch_size), "timestep": d.timestep(sigma)}
-
-
 def _pixart_request(d: Draw) -> dict[str, Any]:
     return {
         "encoder_hidden_states": d.text(d.config.caption_channels),
@@ -67,10 +56,7 @@ def _pixart_request(d: Draw) -> dict[str, Any]:
 
 
 def _pixart_step(d: Draw, sigma: float) -> dict[str, Any]:
-    return {
-        "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
-        "timestep": d.timestep(sigma, torch.int64),
-    }
+    return picture_step(d, sigma, torch.int64)
 
 
 def _glm_request(d: Draw) -> dict[str, Any]:
@@ -101,7 +87,7 @@ def _ideogram_request(d: Draw) -> dict[str, Any]:
     positions = torch.zeros(d.batch, row, 3, dtype=torch.long)
     segments = torch.full((d.batch, row), SEQUENCE_PADDING_INDICATOR, dtype=torch.long)
     indicator = torch.zeros(d.batch, row, dtype=torch.long)
-    for b, length in enumerate(d.lengths):
+    for b, length in enumerate(d.lengths()):
         start = d.prompt - length
         text[b, :start] = 0
         positions[b, start : d.prompt] = torch.arange(length)[:, None]
@@ -133,15 +119,14 @@ DENOISERS: Mapping[str, Denoiser] = {
             "in_channels": 16,
             "num_layers": 2,
             "num_single_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "joint_attention_dim": 40,
             "pooled_projection_dim": 24,
             "guidance_embeds": True,
-            "axes_dims_rope": (4, 6, 6),
+            "axes_dims_rope": ROPE,
         },
         _flux_request,
-        _packed_step,
+        packed_step,
         {
             "in_channels": 64,
             "num_layers": 2,
@@ -161,13 +146,12 @@ DENOISERS: Mapping[str, Denoiser] = {
             "in_channels": 16,
             "out_channels": 4,
             "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "joint_attention_dim": 40,
-            "axes_dims_rope": (4, 6, 6),
+            "axes_dims_rope": ROPE,
         },
         _qwen_request,
-        _packed_step,
+        packed_step,
         {
             "in_channels": 64,
             "out_channels": 16,
@@ -186,8 +170,7 @@ DENOISERS: Mapping[str, Denoiser] = {
             "in_channels": 4,
             "out_channels": 4,
             "num_layers": 3,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "joint_attention_dim": 40,
             "caption_projection_dim": 32,
             "pooled_projection_dim": 24,
@@ -196,7 +179,7 @@ DENOISERS: Mapping[str, Denoiser] = {
             "qk_norm": "rms_norm",
         },
         _sd3_request,
-        _sd3_step,
+        picture_step,
         {
             "sample_size": 32,
             "in_channels": 16,
@@ -217,8 +200,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         {
             "sample_size": 8,
             "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "cross_attention_dim": 32,
             "caption_channels": 40,
             "use_additional_conditions": False,
@@ -242,8 +224,7 @@ DENOISERS: Mapping[str, Denoiser] = {
             "in_channels": 4,
             "out_channels": 4,
             "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "text_embed_dim": 40,
             "time_embed_dim": 32,
             "condition_dim": 16,
@@ -267,8 +248,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         {
             "in_channels": 16,
             "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
+            **HEADS,
             "intermediate_size": 64,
             "adaln_dim": 16,
             "llm_features_dim": 104,

@@ -51,16 +51,23 @@ class Draw:
     """Makes the arguments of one generation.
 
     Attributes:
-        config: of the module that will be called.
+        module: that will be called.
         sizes: of the generation.
         dtype: of the module, so of text embeddings and most latents.
         generator: where random values come from.
+        steps: of the schedule.
     """
 
-    config: Any
+    module: Any
     sizes: Sizes
     dtype: torch.dtype
     generator: torch.Generator
+    steps: int
+
+    @property
+    def config(self) -> Any:
+        """The module's configuration."""
+        return self.module.config
 
     @property
     def batch(self) -> int:
@@ -103,14 +110,15 @@ class Draw:
         """Text embeddings."""
         return self.normal(self.batch, self.prompt, width)
 
-    @property
-    def lengths(self) -> list[int]:
+    def lengths(self, padded: int | None = None) -> list[int]:
         """Text tokens of each row that are not padding: three quarters of them, or all, in turns."""
-        return [self.prompt - (self.prompt // 4 if row % 2 == 0 else 0) for row in range(self.batch)]
+        padded = padded or self.prompt
+        return [padded - (padded // 4 if row % 2 == 0 else 0) for row in range(self.batch)]
 
-    def mask(self, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def mask(self, dtype: torch.dtype = torch.int64, *, length: int | None = None) -> torch.Tensor:
         """Which text tokens are not padding; padding is on the right."""
-        return (torch.arange(self.prompt) < torch.tensor(self.lengths)[:, None]).to(dtype)
+        length = length or self.prompt
+        return (torch.arange(length) < torch.tensor(self.lengths(length))[:, None]).to(dtype)
 
     def padded_text(self, width: int) -> torch.Tensor:
         """Text embeddings whose padding is zero."""
@@ -120,10 +128,12 @@ class Draw:
         """Latents of a picture that has yet to be cut into patches."""
         return self.normal(self.batch, channels, self.side * patch, self.side * patch, dtype=dtype)
 
-    def video(self, channels: int, patch: tuple[int, int, int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Latents of a video that has yet to be cut into patches of frames, height and width."""
-        sizes = (n * p for n, p in zip(self.grid, patch, strict=True))
-        return self.normal(self.batch, channels, *sizes, dtype=dtype)
+    def video(self, channels: int) -> torch.Tensor:
+        """Latents of a video that has yet to be cut into the configuration's patches."""
+        patch = self.config.patch_size
+        if isinstance(patch, int):
+            patch = (self.config.get("patch_size_t") or 1, patch, patch)
+        return self.normal(self.batch, channels, *(n * p for n, p in zip(self.grid, patch, strict=True)))
 
     def packed(self, channels: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Latents as a sequence of tokens."""
@@ -136,6 +146,10 @@ class Draw:
     def timestep(self, sigma: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The timestep for every picture of the batch; the scheduler's dtype is integer or float32."""
         return self.t(sigma, dtype).expand(self.batch)
+
+    def next_sigma(self, sigma: float) -> float:
+        """Where the step that starts at `sigma` ends."""
+        return max(0.0, sigma - 1 / self.steps)
 
     def guidance(self, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         """The guidance scale for every picture, if the configuration embeds it."""
@@ -152,3 +166,28 @@ class Draw:
 def no_request(draw: Draw) -> dict[str, Any]:
     """For a denoiser that is given latents and a timestep only."""
     return {}
+
+
+def packed_step(d: Draw, sigma: float) -> dict[str, Any]:
+    """Latents as tokens, and a timestep between 0 and 1."""
+    return {"hidden_states": d.packed(d.config.in_channels), "timestep": d.timestep(sigma).to(d.dtype) / 1000}
+
+
+def picture_step(d: Draw, sigma: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Latents as a picture, and the timestep as the scheduler gives it."""
+    return {
+        "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
+        "timestep": d.timestep(sigma, dtype),
+    }
+
+
+def video_step(d: Draw, sigma: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Latents as a video, and the timestep as the scheduler gives it."""
+    return {"hidden_states": d.video(d.config.in_channels), "timestep": d.timestep(sigma, dtype)}
+
+
+HEADS: Mapping[str, int] = {"attention_head_dim": 16, "num_attention_heads": 2}
+"""Two tiny heads, as most classes call them."""
+
+ROPE = (4, 6, 6)
+"""How such a head's width is divided into rotary axes."""
