@@ -62,6 +62,7 @@ def _plan(options: argparse.Namespace, chosen: list[str]) -> Plan:
     return Plan(
         tuple(dict.fromkeys(chosen)),
         rounds=options.rounds or (3 if options.quick else 7),
+        colds=options.colds,
         device=machine(options.device).name,
         memory=not (options.no_memory or options.quick),
         overhead=() if options.no_overhead else PARAMETERS[:2] if options.quick else PARAMETERS,
@@ -93,6 +94,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--variant", action="append", help=f"repeatable: {', '.join(variants.VARIANTS)} (default: all)")
     how.add_argument("--rounds", type=_positive, help="timed pictures of each variant (default: 7)")
+    how.add_argument("--colds", type=_positive, default=1, help="cold first calls, the fastest counts (default: 1)")
     how.add_argument("--device", choices=NAMES, help="where (default: the best at hand)")
     how.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes a process per variant")
     how.add_argument("--no-overhead", action="store_true", help="skip the cost of a call besides its work")

@@ -1,7 +1,7 @@
 """One case: every variant in turns, in one process.
 
 1. *Cold*: with an empty compile cache each variant makes its first call. What is done once a process is done before
-   (:func:`warm_up`); Dynamo forgets everything once, before the case.
+   (:func:`warm_up`); Dynamo forgets everything before, and not between variants.
 2. *Warm*: each runs one generation, and every step's output is compared with eager's.
 3. *Rounds*: in each, every variant makes one picture with the same new prompt, in an order that rotates. Then it takes
    the first steps again: now all that can be held is, which a new prompt's first steps do not show where modulation
@@ -38,9 +38,9 @@ Outputs = list[list[torch.Tensor]]
 Told = Callable[[str], object]
 
 
-def parts(variants: Sequence[str], rounds: int) -> int:
+def parts(variants: Sequence[str], rounds: int, colds: int) -> int:
     """How often :func:`run_case` tells of progress."""
-    return len(variants) * 2 + rounds
+    return len(variants) * (colds + 1) + rounds
 
 
 @torch.no_grad()
@@ -51,6 +51,7 @@ def run_case(
     rounds: int,
     machine: Machine,
     *,
+    colds: int = 1,
     tell: Told = lambda _: None,
     caches: Path | None = None,
 ) -> CaseResult:
@@ -62,6 +63,7 @@ def run_case(
         variants: names in :data:`.variants.VARIANTS`; eager's outputs are the reference whether it is one or not.
         rounds: timed pictures of each variant.
         machine: where it runs.
+        colds: first calls of each variant, of which the fastest counts; every other time in reverse order.
         tell: called with a word when a part begins; :func:`parts` are their number.
         caches: keep compiled kernels in this folder, one folder a variant, for :mod:`.peak`.
 
@@ -71,20 +73,16 @@ def run_case(
     known_variants.check(list(variants))
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    torch.compiler.reset()
     result = CaseResult(case, workload.depth, {})
     calls = workload.calls(0)
-    modules = {}
-    for name in variants:
-        tell(f"{name}: first call")
-        try:
-            module = known_variants.build(name, workload.module)
-            result.variants[name] = _first_call(module, calls, machine, caches and caches / name)
-            modules[name] = module
-        except known_variants.Unsupported as error:
-            result.unsupported[name] = str(error)
-        except Exception as error:  # The others can still be compared.
-            result.failed[name] = f"{type(error).__name__}: {error}"
+    modules: dict[str, nn.Module] = {}
+    for number in range(colds):
+        torch.compiler.reset()
+        for name in variants[:: -1 if number % 2 else 1]:
+            tell(f"{name}: first call")
+            _first_call(name, workload, calls, machine, result, modules, caches and caches / name)
+    gc.unfreeze()
+    modules = {name: modules[name] for name in result.variants}
     _compare(workload.module, modules, calls, result, tell)
     for number in range(rounds):
         tell(f"round {number + 1} of {rounds}")
@@ -124,16 +122,31 @@ class _Block(nn.Module):
         return hidden_states + nn.functional.gelu(self.out(found))
 
 
-def _first_call(module: nn.Module, calls: Calls, machine: Machine, caches: Path | None) -> VariantResult:
+def _first_call(
+    name: str, workload: Workload, calls: Calls, machine: Machine,
+    result: CaseResult, modules: dict[str, nn.Module], caches: Path | None,
+) -> None:  # fmt: skip
+    """Build a variant and call it with an empty compile cache. A variant that cannot leaves the others to compare."""
     if caches:
-        caches.mkdir(parents=True)
-    with fresh_cache(dir=str(caches) if caches else None, delete=caches is None):
-        before = _graphs()
-        machine.synchronise()
-        start = time.perf_counter()
-        module(**calls[0])
-        machine.synchronise()
-        return VariantResult(time.perf_counter() - start, graphs=_graphs() - before)
+        caches.mkdir(parents=True, exist_ok=True)
+    try:
+        modules[name] = module = known_variants.build(name, workload.module)
+        with fresh_cache(dir=str(caches) if caches else None, delete=caches is None):
+            before = _graphs()
+            gc.collect()
+            gc.freeze()  # What earlier variants left alive must not make the collector slower for this one.
+            machine.synchronise()
+            start = time.perf_counter()
+            module(**calls[0])
+            machine.synchronise()
+            found = VariantResult(time.perf_counter() - start, graphs=_graphs() - before)
+    except known_variants.Unsupported as error:
+        result.unsupported[name] = str(error)
+    except Exception as error:
+        result.failed[name] = f"{type(error).__name__}: {error}"
+    else:
+        earlier = result.variants.setdefault(name, found)
+        earlier.first_call = min(earlier.first_call, found.first_call)
 
 
 def _graphs() -> int:

@@ -17,7 +17,7 @@ class VariantResult:
     """One way to run one case.
 
     Attributes:
-        first_call: the first call, with cold caches: compilation and one step.
+        first_call: the first call, with cold caches: compilation and one step; the fastest, if there were several.
         steps: of each round, the median of some steps with all values held that can be.
         pictures: of each round, a picture with a new prompt; what is done once a request is part of it.
         error: largest absolute difference of any step's output to eager's, over eager's largest value. 0 is the

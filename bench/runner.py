@@ -36,6 +36,7 @@ class Plan:
     Attributes:
         variants: names, in the order of the first round.
         rounds: timed pictures of each variant.
+        colds: first calls of each variant, with cold caches.
         device: ``"cpu"``, ``"cuda"`` or ``"npu"``.
         memory: measure peak memory, in a process for each variant.
         overhead: numbers of parameters for which to measure what a call costs besides its work.
@@ -44,6 +45,7 @@ class Plan:
 
     variants: tuple[str, ...]
     rounds: int = 7
+    colds: int = 1
     device: str = "cpu"
     memory: bool = True
     overhead: tuple[int, ...] = PARAMETERS
@@ -138,7 +140,7 @@ def _run_family(cases: list[Case], plan: Plan, folder: Path, found: Run, told: _
             if not budget.allows_another():
                 found.skipped.append(case.id)
                 continue
-            told.begin(case.id, parts(plan.variants, plan.rounds) + plan.memory * len(plan.variants))
+            told.begin(case.id, parts(plan.variants, plan.rounds, plan.colds) + plan.memory * len(plan.variants))
             caches = folder / case.id if plan.memory else None
             try:
                 result = _ask(ours, case, caches, told)
@@ -186,7 +188,7 @@ def _serve(connection: Connection[Any, Any], plan: Plan) -> None:
                 warm = True
             result = run_case(
                 case, workload, plan.variants, plan.rounds, where,
-                tell=lambda title: connection.send(("step", title)), caches=caches,
+                colds=plan.colds, tell=lambda title: connection.send(("step", title)), caches=caches,
             )  # fmt: skip
         except Exception as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))

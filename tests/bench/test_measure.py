@@ -36,8 +36,8 @@ def workload(module: nn.Module | None = None) -> Workload:
 def test_a_case_is_measured_from_end_to_end(tmp_path: Path) -> None:
     told: list[str] = []
     names = ["eager", "dithoist-eager"]
-    result = run_case(CASE, workload(), names, 2, CPU, tell=told.append)
-    assert len(told) == parts(names, 2)
+    result = run_case(CASE, workload(), names, 2, CPU, colds=2, tell=told.append)
+    assert len(told) == parts(names, 2, colds=2)
     eager, ours = (result.variants[name] for name in names)
     assert ours.error == 0
     assert (eager.graphs, ours.graphs) == (0, 1)
