@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint fuzz clean
+.PHONY: setup demo test lint bench fuzz clean
 
 setup: $(READY)
 
@@ -26,7 +26,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	@# mypy cannot follow an editable install whose root is the package, so show it the package under its name.
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/dithoist
-	MYPYPATH=$(VENV)/typing $(BIN)/mypy -m dithoist -m dithoist.__main__ -p dithoist.passes -p dithoist.models -p dithoist.runtime
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -m dithoist -m dithoist.__main__ -p dithoist.passes -p dithoist.models -p dithoist.runtime -p dithoist.bench
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
 
 fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -k "property or equivalence"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +17,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--steps", type=_at_least_two, default=20, help="denoising steps per picture (default: 20)")
     demo.add_argument("--repeats", type=_positive, default=2, help="timed rounds (default: 2)")
     demo.add_argument("--backend", action="append", help="back end, repeatable (default: eager and inductor)")
-    options = parser.parse_args(arguments)
-    return _demo(options)
+    commands.add_parser("bench", help="denoisers compiled against eager and torch.compile", add_help=False)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["bench"]:  # It has a parser of its own, which also serves python -m bench.
+        return _bench(given[1:])
+    return _demo(parser.parse_args(given))
+
+
+def _bench(arguments: list[str]) -> int:
+    try:
+        from .bench.__main__ import main as bench
+    except ModuleNotFoundError as error:
+        print(f"the benchmark needs {error.name}: pip install 'dithoist[demo]'")
+        return 1
+    return bench(arguments, prog="dithoist bench")
 
 
 def _demo(options: argparse.Namespace) -> int:
