@@ -147,40 +147,45 @@ class WeightsIdentity:
     def __init__(self) -> None:
         self.epoch = 0
         self._weights: list[weakref.ref[torch.Tensor]] = []
-        self._states: list[tuple[int, int, int]] = []
-        self._fast: tuple[list[int], list[int]] = ([], [])
+        self._contents: list[Hashable] = []
+        self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
 
-    def check(self, weights: list[torch.Tensor], *, deep: bool) -> list[int]:
+    def check(self, weights: Sequence[torch.Tensor], *, deep: bool) -> list[int]:
         """Which weights changed since the last check; a change begins a new epoch.
 
         Args:
             weights: what hoisted work reads, always the same number in the same order.
-            deep: hash the bytes too (one pass over the weights). Weights without a version counter, made in
-                ``inference_mode``, are hashed at every check.
+            deep: compare the bytes too (one pass over the weights). Weights without a version counter, made in
+                ``inference_mode``, have theirs compared at every check.
 
         Returns:
             Positions in ``weights``; at the first check all of them.
         """
-        fast = _versions(weights), list(map(torch.Tensor.data_ptr, weights))
-        known = [reference() for reference in self._weights]
-        same = len(known) == len(weights) and all(map(operator.is_, weights, known)) and fast == self._fast
-        if same and not deep and -1 not in fast[0]:
+        # This runs at every call, for every weight, so it is three lists made without a line of Python each.
+        seen = list(map(id, weights)), _versions(weights), list(map(torch.Tensor.data_ptr, weights))
+        if seen == self._seen and self._weights and not deep and -1 not in seen[1]:
             return []
-        states = list(zip(*fast, _hash(weights), strict=True))
-        changed = [
-            i
-            for i, weight in enumerate(weights)
-            if i >= len(known) or weight is not known[i] or states[i] != self._states[i]
-        ]
+        known = [reference() for reference in self._weights] or [None] * len(weights)
+        contents = _contents(weights)
+        now, then = zip(*seen[1:], contents, strict=True), zip(*self._seen[1:], self._contents, strict=True)
+        same = [w is k and a == b for w, k, a, b in zip(weights, known, now, then, strict=False)]
+        changed = [i for i in range(len(weights)) if i >= len(same) or not same[i]]
         self.epoch += bool(changed)
-        self._weights, self._states, self._fast = list(map(weakref.ref, weights)), states, fast
+        self._weights = [weakref.ref(w, self._forget) for w in weights]
+        self._contents, self._seen = contents, seen
         return changed
 
+    def _forget(self, _: object) -> None:
+        """A weight is gone, and its ``id`` may be given to another."""
+        self._seen = ([], *self._seen[1:])
 
-def _hash(weights: Sequence[torch.Tensor]) -> list[int]:
-    """One 64-bit hash a weight, read from each device in one go."""
-    hashes = [_hash_bytes(w) for w in weights]
-    return torch.stack([h.to(hashes[0].device) for h in hashes]).tolist() if hashes else []
+
+def _contents(weights: Sequence[torch.Tensor]) -> list[Hashable]:
+    """The bytes of small weights, and one 64-bit hash a larger one, read from each device in one go."""
+    small = [w.device.type == "cpu" and w.nbytes <= _SMALL_BYTES for w in weights]
+    hashes = [_hash_bytes(w) for w, s in zip(weights, small, strict=True) if not s]
+    numbers = iter(torch.stack([h.to(hashes[0].device) for h in hashes]).tolist() if hashes else [])
+    return [_small_token(w) if s else next(numbers) for w, s in zip(weights, small, strict=True)]
 
 
 def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,10 @@ prompts, and rows that also depend on the picture's size serve both branches.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,23 +54,30 @@ class _Progress:
     position: float | None = None
 
 
+def picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that takes the values at ``indices``: at every call, of thousands of weights."""
+    if len(indices) < 2:
+        return lambda values: [values[i] for i in indices]
+    return operator.itemgetter(*indices)
+
+
 @dataclass(frozen=True)
 class _StageCall:
-    """A compiled stage: where in the call's values its inputs lie, and which inputs make its key."""
+    """A compiled stage: which of the call's values it takes, and which inputs make its key."""
 
     stage: Stage
     function: Callable[..., Any]
-    indices: tuple[int, ...]
+    pick: Callable[[list[Any]], Sequence[Any]]
     key_inputs: tuple[int, ...]
 
     @staticmethod
     def of(stage: Stage, function: Callable[..., Any], position: dict[str, int]) -> _StageCall:
         """The call of ``function`` on values found at ``position``."""
         inputs, depends = (tuple(position[name] for name in names) for names in (stage.inputs, stage.depends))
-        return _StageCall(stage, function, inputs, depends)
+        return _StageCall(stage, function, picker(inputs), depends)
 
     def run(self, values: list[Any]) -> Any:
-        return self.function(*[values[i] for i in self.indices])
+        return self.function(*self.pick(values))
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
@@ -151,6 +159,7 @@ class StagedGraph:
             for name in self.program.placeholders
             if self.labels[name] == BindingTime.MODEL and any(name in s.inputs for s in self.program.stages)
         ]
+        self._pick_weights = picker(self._weights)
         self._stages: list[_StageCall] = []
         for stage in self.program.stages:
             self._stages.append(_StageCall.of(stage, stage.module.forward, position))
@@ -205,7 +214,7 @@ class StagedGraph:
         request = tuple(tokens[i] for i in self._request_inputs)
         schedule = tuple(tokens[i] for i in self._schedule_inputs)
         starts = self._starts_generation(request, schedule, self._position(values))
-        changed = self._weights_identity.check([values[i] for i in self._weights], deep=starts)
+        changed = self._weights_identity.check(self._pick_weights(values), deep=starts)
         if changed:
             self._held.drop(self.number)
         moved = schedule != self._last_schedule or not self._schedule_inputs
@@ -261,7 +270,7 @@ class StagedGraph:
         for i in self._schedule_inputs:
             value = values[i]
             if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
-                return float(value.flatten()[0].real)
+                return float(value.flatten()[:1].tolist()[0].real)
         return None
 
     def _demote(self, tokens: dict[int, Hashable], changed_weights: set[int], *, moved: bool) -> bool:

@@ -220,7 +220,7 @@ def edit_data(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("check", "mutant"),
     [
-        (loop(edit_data), mock.patch.object(identity, "_hash", side_effect=lambda weights: [0] * len(weights))),
+        (loop(edit_data), mock.patch.object(identity, "_contents", side_effect=lambda weights: [0] * len(weights))),
         (
             loop(lambda m: m.text_proj.weight.mul_(2)),
             mock.patch.object(staged.WeightsIdentity, "check", return_value=[]),
