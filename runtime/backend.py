@@ -26,6 +26,8 @@ from .state import DenoiserState, log
 
 _ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
+CapturedInput = tuple[str, BindingTime]
+"""Name for people and label of one of Dynamo's inputs."""
 
 _dump_numbers = itertools.count(1)
 
@@ -41,6 +43,13 @@ def dithoist_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **option
 
 def make_backend(state: DenoiserState) -> Compiler:
     """A back end that keeps what it compiled in ``state``."""
+    return capturing_backend(state, lambda aot, captured: _compile(aot, captured, state))
+
+
+def capturing_backend(
+    state: DenoiserState, compile_graph: Callable[[fx.GraphModule, list[CapturedInput]], Any]
+) -> Compiler:
+    """A back end that gives AOTAutograd's inference graph and Dynamo's labelled inputs to ``compile_graph``."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if env.disabled():
@@ -48,7 +57,7 @@ def make_backend(state: DenoiserState) -> Compiler:
         captured = [_captured_input(node, state) for node in gm.graph.find_nodes(op="placeholder")]
 
         def compile_inference(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
-            return _compile(aot, captured, state)
+            return compile_graph(aot, captured)
 
         def compile_training(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
             state.fall_back("gradients are enabled; call the model under torch.no_grad()")
@@ -60,7 +69,7 @@ def make_backend(state: DenoiserState) -> Compiler:
     return backend
 
 
-def _captured_input(node: fx.Node, state: DenoiserState) -> tuple[str, BindingTime]:
+def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
     """Name for people and label of a placeholder of Dynamo's graph."""
     value = node.meta.get("example_value", node.meta.get("val"))
     grapharg = node.meta.get("grapharg")
@@ -72,7 +81,7 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> tuple[str, BindingTi
         return name, BindingTime.REQUEST
     of_a_module = re.search(r"\b(_parameters|_buffers|_modules)\b", name) is not None
     if match is None or match["local"] == "self" or of_a_module:  # Attributes of the model and globals.
-        return _weight_name(name), BindingTime.MODEL
+        return module_path(name), BindingTime.MODEL
     argument = match["local"]
     if argument == "kwargs" and match["key"]:
         argument = match["key"]
@@ -84,18 +93,17 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> tuple[str, BindingTi
     return argument, state.labels.get(argument, default_label(argument))
 
 
-def _weight_name(source: str) -> str:
-    """``transformer_blocks.0.norm1.linear.weight`` from Dynamo's source of a parameter."""
+def module_path(source: str) -> str:
+    """``transformer_blocks.0.norm1.linear.weight`` from Dynamo's source of a parameter or module."""
     parts = re.findall(r"\['([^']+)'\]|\.(?!_modules|_parameters|_buffers|__dict__)(\w+)", source)
     names = [a or b for a, b in parts if (a or b) not in ("self", "_modules", "_parameters", "_buffers")]
     return ".".join(names) or source
 
 
-def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state: DenoiserState) -> Any:
+def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: DenoiserState) -> Any:
     """AOTAutograd's inference graph, staged; or as it is, if our compiler fails."""
     try:
-        inputs = [_graph_input(node, captured) for node in aot.graph.find_nodes(op="placeholder")]
-        _pin_written_weights(aot, inputs)
+        inputs = graph_inputs(aot, captured)
         staged = StagedGraph(
             aot,
             inputs,
@@ -117,7 +125,14 @@ def _compile(aot: fx.GraphModule, captured: list[tuple[str, BindingTime]], state
     return _Guarded(staged, aot, state)
 
 
-def _graph_input(node: fx.Node, captured: list[tuple[str, BindingTime]]) -> GraphInput:
+def graph_inputs(aot: fx.GraphModule, captured: list[CapturedInput]) -> list[GraphInput]:
+    """The placeholders of AOTAutograd's graph, which get the names of what they stand for."""
+    inputs = [_graph_input(node, captured) for node in aot.graph.find_nodes(op="placeholder")]
+    _pin_written_weights(aot, inputs)
+    return inputs
+
+
+def _graph_input(node: fx.Node, captured: list[CapturedInput]) -> GraphInput:
     """AOTAutograd says which of Dynamo's inputs each of its own is; what it made itself is ``STEP``."""
     index = getattr(node.meta.get("desc"), "idx", None)
     if index is None or index >= len(captured):

@@ -34,7 +34,7 @@ def _qwen_request(d: Draw) -> dict[str, Any]:
         # Prompts are padded to the longest, and a mask that masks nothing is dropped.
         "encoder_hidden_states_mask": d.mask() if d.batch > 1 else None,
         "encoder_hidden_states": (d.padded_text if d.batch > 1 else d.text)(d.config.joint_attention_dim),
-        "img_shapes": [[(1, d.side, d.side)]] * d.batch,
+        "img_shapes": [[(1, *d.picture_grid)]] * d.batch,
         "attention_kwargs": {},
     }
 
@@ -60,13 +60,13 @@ def _pixart_step(d: Draw, sigma: float) -> dict[str, Any]:
 
 
 def _glm_request(d: Draw) -> dict[str, Any]:
-    pixels = float(16 * d.side)
+    size = [16.0 * n for n in d.picture_grid]
     prior = d.integers(d.config.prior_vq_quantizer_codebook_size, d.batch, d.tokens)
     return {
         "encoder_hidden_states": d.text(d.config.text_embed_dim),
         "prior_token_id": prior,
         "prior_token_drop": torch.full_like(prior, False, dtype=torch.bool),
-        "target_size": torch.tensor([[pixels, pixels]], dtype=d.dtype).repeat(d.batch, 1),
+        "target_size": torch.tensor([size], dtype=d.dtype).repeat(d.batch, 1),
         "crop_coords": torch.zeros(d.batch, 2, dtype=d.dtype),
         "attention_kwargs": None,
         "kv_caches": GlmImageKVCache(num_layers=d.config.num_layers),

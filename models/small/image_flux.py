@@ -51,9 +51,10 @@ def _chroma_request(d: Draw) -> dict[str, Any]:
 
 def _grid_ids(d: Draw, dtype: torch.dtype = torch.long) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of text and of the picture on the axes time, row, column, place in the text."""
-    one, side = torch.arange(1), torch.arange(d.side)
+    one = torch.arange(1)
+    rows, columns = map(torch.arange, d.picture_grid)
     text = torch.cartesian_prod(one, one, one, torch.arange(d.prompt))
-    return text.to(dtype), torch.cartesian_prod(one, side, side, one).to(dtype)
+    return text.to(dtype), torch.cartesian_prod(one, rows, columns, one).to(dtype)
 
 
 def _flux_2_request(d: Draw) -> dict[str, Any]:

@@ -38,8 +38,7 @@ def _fibo_2_step(d: Draw, sigma: float) -> dict[str, Any]:
 
 
 def _cogview_sizes(d: Draw) -> dict[str, Any]:
-    pixels = float(16 * d.side)
-    size = torch.tensor([[pixels, pixels]], dtype=d.dtype)
+    size = torch.tensor([[16.0 * n for n in d.picture_grid]], dtype=d.dtype)
     return {
         "encoder_hidden_states": d.text(d.config.text_embed_dim),
         "original_size": size.repeat(d.batch, 1),

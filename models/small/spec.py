@@ -18,11 +18,13 @@ class Sizes:
         tokens: latent tokens the blocks see; a square number for a picture, frames x height x width for a video.
         prompt: text tokens, padding included.
         batch: pictures made at once.
+        grid: frames, height and width in tokens, where they are others than `tokens` alone would give.
     """
 
     tokens: int = 16
     prompt: int = 8
     batch: int = 1
+    grid: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,13 @@ class Draw:
         return self.sizes.tokens
 
     @property
-    def side(self) -> int:
+    def picture_grid(self) -> tuple[int, int]:
         """Height and width of a picture in tokens."""
+        return self.sizes.grid[1:] if self.sizes.grid else (self.side, self.side)
+
+    @property
+    def side(self) -> int:
+        """Height and width of a picture in tokens, for a model that is only called for square ones."""
         side = math.isqrt(self.tokens)
         if side * side != self.tokens:
             raise ValueError(f"a small picture is square, so its number of tokens too, but {self.tokens} is not")
@@ -92,6 +99,8 @@ class Draw:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Frames, height and width of a video in tokens: square frames, at least two of them if possible."""
+        if self.sizes.grid:
+            return self.sizes.grid
         for frames in (4, 2, 3, *range(5, self.tokens), 1):
             side = math.isqrt(self.tokens // frames)
             if side and frames * side * side == self.tokens:
@@ -126,7 +135,7 @@ class Draw:
 
     def picture(self, channels: int, patch: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Latents of a picture that has yet to be cut into patches."""
-        return self.normal(self.batch, channels, self.side * patch, self.side * patch, dtype=dtype)
+        return self.normal(self.batch, channels, *(n * patch for n in self.picture_grid), dtype=dtype)
 
     def video(self, channels: int) -> torch.Tensor:
         """Latents of a video that has yet to be cut into the configuration's patches."""
@@ -157,9 +166,10 @@ class Draw:
 
     def picture_ids(self, axes: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Position of every token of a picture; the last two axes are its row and column."""
-        ids = torch.zeros(self.side, self.side, axes)
-        ids[..., -2] = torch.arange(self.side)[:, None]
-        ids[..., -1] = torch.arange(self.side)[None, :]
+        height, width = self.picture_grid
+        ids = torch.zeros(height, width, axes)
+        ids[..., -2] = torch.arange(height)[:, None]
+        ids[..., -1] = torch.arange(width)[None, :]
         return ids.reshape(self.tokens, axes).to(dtype or self.dtype)
 
 
