@@ -7,8 +7,18 @@ See README.md for what it does and :mod:`dithoist.passes` for how.
 """
 
 from .runtime.denoiser import compile_denoiser
+from .runtime.explain import Explanation, explain
 from .runtime.pipeline import compile_pipeline, restore
 from .runtime.report import Report, report
 from .runtime.state import DithoistWarning
 
-__all__ = ["DithoistWarning", "Report", "compile_denoiser", "compile_pipeline", "report", "restore"]
+__all__ = [
+    "DithoistWarning",
+    "Explanation",
+    "Report",
+    "compile_denoiser",
+    "compile_pipeline",
+    "explain",
+    "report",
+    "restore",
+]

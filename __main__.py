@@ -17,11 +17,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--steps", type=_at_least_two, default=20, help="denoising steps per picture (default: 20)")
     demo.add_argument("--repeats", type=_positive, default=2, help="timed rounds (default: 2)")
     demo.add_argument("--backend", action="append", help="back end, repeatable (default: eager and inductor)")
+    explain = commands.add_parser("explain", help="what would be hoisted out of a published model's loop, no weights")
+    _explain_arguments(explain)
     commands.add_parser("bench", help="denoisers compiled against eager and torch.compile", add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["bench"]:  # It has a parser of its own, which also serves python -m bench.
         return _bench(given[1:])
-    return _demo(parser.parse_args(given))
+    options = parser.parse_args(given)
+    if options.command == "demo":
+        return _demo(options)
+    if not options.list and options.model is None:
+        explain.error("name a model, or --list")
+    return _explain(options)
 
 
 def _bench(arguments: list[str]) -> int:
@@ -43,6 +50,44 @@ def _demo(options: argparse.Namespace) -> int:
     outcomes = run_demo(options.out, backends=backends, steps=options.steps, repeats=options.repeats)
     exact = all(o.largest_error == 0 for found in outcomes.values() for o in found if o.backend == "eager")
     return 0 if exact else 1
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="name (see --list), a config.json, or a class as package.Class")
+    parser.add_argument("--list", action="store_true", help="list the published models")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration of a class (default: its defaults)")
+    for name, unit in {"height": "pixels", "width": "pixels", "frames": "frames", "prompt": "text tokens"}.items():
+        parser.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{unit} (default: as the model's pipeline)")
+    parser.add_argument("--batch", type=_positive, default=1, metavar="N", help="pictures in one call (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the chart there")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from .models.published import PUBLISHED
+    from .runtime.explain import explain
+
+    if options.list:
+        print("\n".join(f"{name:<18}{published.title}" for name, published in PUBLISHED.items()))
+        return 0
+    sizes = {name: getattr(options, name) for name in ("height", "width", "frames", "batch", "prompt")}
+    try:
+        found = explain(options.model, options.config, **sizes)
+        print(found)
+        if options.json:
+            options.json.write_text(found.to_json() + "\n")
+        if options.png:
+            from .runtime.chart import draw
+
+            draw(found, options.png)
+    except ModuleNotFoundError as error:
+        extra = "demo" if error.name == "matplotlib" else "diffusers"
+        print(f"explain needs {error.name}: pip install 'dithoist[{extra}]'", file=sys.stderr)
+        return 1
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"explain: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _positive(text: str) -> int:

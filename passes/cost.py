@@ -30,10 +30,11 @@ def operations(gm: fx.GraphModule) -> int:
 def flops(gm: fx.GraphModule) -> int:
     """Floating-point operations of matrix products, convolutions and attention, by PyTorch's own formulas
     (``torch.utils.flop_counter``: a multiply-add counts two). Dynamic sizes count as seen at capture."""
-    return sum(_node_flops(node) for node in gm.graph.nodes)
+    return sum(node_flops(node) for node in gm.graph.nodes)
 
 
-def _node_flops(node: fx.Node) -> int:
+def node_flops(node: fx.Node) -> int:
+    """:func:`flops` of one node."""
     target = node.target
     if not isinstance(target, OpOverload):
         return 0

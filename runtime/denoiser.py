@@ -22,7 +22,7 @@ from .backend import forward_arguments, make_backend
 from .settings import Backend, Settings, parse_labels, suggest_arguments
 from .state import DenoiserState
 
-_DYNAMO_CONFIG = {
+DYNAMO_CONFIG = {
     # Boolean indices give data-dependent shapes, which canonicalisation makes static.
     "capture_dynamic_output_shape_ops": True,
     # Hooks put on a submodule after the first call must be seen.
@@ -30,7 +30,7 @@ _DYNAMO_CONFIG = {
     # Two prompt lengths, a few sizes, and LoRA loaded, fused, disabled: eight are soon used up.
     "recompile_limit": 32,
 }
-_PATCH = dynamo_config.patch(_DYNAMO_CONFIG)
+_PATCH = dynamo_config.patch(DYNAMO_CONFIG)
 # One patch for all calls where it can be entered twice (torch 2.13): each new one leaves an entry in the context.
 _PATCH_IS_REENTRANT = isinstance(getattr(_PATCH, "_prior", None), ContextVar)
 
@@ -74,7 +74,7 @@ class CompiledDenoiser:
             return self.module._call_impl(*args, **kwargs)
         ran = self.state.graph_calls
         try:
-            with _PATCH if _PATCH_IS_REENTRANT else dynamo_config.patch(_DYNAMO_CONFIG):
+            with _PATCH if _PATCH_IS_REENTRANT else dynamo_config.patch(DYNAMO_CONFIG):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.

@@ -1,6 +1,6 @@
 """Small pipelines and denoisers of diffusers with random weights, built without a download."""
 
-from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls
+from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls, prepare_capture
 from .pipelines import DEFAULT_PROMPT, FAMILIES, Size, build_pipeline, example_call
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "build_pipeline",
     "example_call",
     "example_calls",
+    "prepare_capture",
 ]

@@ -23,7 +23,15 @@ from . import image, image_cross, image_flux, image_joint, other, several, video
 from .common import find, randomize, set_dtype
 from .spec import Denoiser, Draw, Sizes
 
-__all__ = ["DENOISERS", "NOT_DENOISERS", "Denoiser", "Sizes", "build_denoiser", "example_calls"]
+__all__ = [
+    "DENOISERS",
+    "NOT_DENOISERS",
+    "Denoiser",
+    "Sizes",
+    "build_denoiser",
+    "example_calls",
+    "prepare_capture",
+]
 
 DEFAULT_SIZES = Sizes()
 
@@ -76,7 +84,7 @@ def example_calls(
     latents from `seed`.
     """
     entry = find(DENOISERS, name, "denoiser")
-    draw = Draw(module, sizes, module.dtype, torch.Generator().manual_seed(seed), steps)  # type: ignore[arg-type]
+    draw = _draw(module, sizes, steps, seed)
     request = entry.request(draw)
     tuples = {"return_dict": False} if "return_dict" in inspect.signature(type(module).forward).parameters else {}
     calls = []
@@ -85,6 +93,18 @@ def example_calls(
         step = entry.step(replace(draw, generator=latents), 1 - i / steps)
         calls.append({**step, **request, **tuples})
     return calls
+
+
+def prepare_capture(name: str, module: nn.Module, sizes: Sizes = DEFAULT_SIZES) -> str | None:
+    """Make `module` ready for a capture in which nothing runs, and only for that.
+
+    Returns what was taken for granted about the values it will be called with, if anything.
+    """
+    return find(DENOISERS, name, "denoiser").prepare(_draw(module, sizes, steps=1, seed=0))
+
+
+def _draw(module: nn.Module, sizes: Sizes, steps: int, seed: int) -> Draw:
+    return Draw(module, sizes, module.dtype, torch.Generator().manual_seed(seed), steps)  # type: ignore[arg-type]
 
 
 def _with_blocks(entry: Denoiser, config: Mapping[str, Any], blocks: int | None) -> dict[str, Any]:

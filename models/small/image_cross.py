@@ -107,6 +107,26 @@ def _lumina_2_step(d: Draw, sigma: float) -> dict[str, Any]:
     }
 
 
+class _KnownLengths:
+    """Stands for a mask of which only the shape, and the number of ones in each row, are asked."""
+
+    def __init__(self, lengths: list[int], padded: int) -> None:
+        self.lengths = lengths
+        self.shape = (len(lengths), padded)
+
+    def sum(self, dim: int) -> _KnownLengths:
+        return self
+
+    def tolist(self) -> list[int]:
+        return self.lengths
+
+
+def _lumina_2_prepare(d: Draw) -> str:
+    lengths = _KnownLengths(d.lengths(), d.prompt)
+    d.module.rope_embedder.register_forward_pre_hook(lambda _, args: (args[0], lengths))
+    return "the host reads the prompts' lengths at each call, which breaks the graph; here they are constants"
+
+
 def _omnigen_request(d: Draw) -> dict[str, Any]:
     """Padding, text, time, picture: causal up to the time, and the picture sees all but the padding."""
     row = d.prompt + 1 + d.tokens
@@ -141,16 +161,20 @@ def _prx_step(d: Draw, sigma: float) -> dict[str, Any]:
 
 
 def _sana_request(d: Draw) -> dict[str, Any]:
+    guidance = d.guidance(4.5)
     return {
         "encoder_hidden_states": d.text(d.config.caption_channels),
         "encoder_attention_mask": d.mask(),
-        "guidance": torch.full((1,), 4.5).expand(d.batch).to(d.dtype) * d.config.guidance_embeds_scale,
+        "guidance": None if guidance is None else guidance.to(d.dtype) * d.config.guidance_embeds_scale,
         "attention_kwargs": None,
     }
 
 
 def _sana_step(d: Draw, sigma: float) -> dict[str, Any]:
-    """As the few-step pipeline, whose timesteps are angles."""
+    """As the few-step pipeline, whose timesteps are angles, if guidance is embedded, else as the first one."""
+    if not d.config.guidance_embeds:
+        step = picture_step(d, sigma)
+        return {**step, "timestep": step["timestep"] * d.config.timestep_scale}
     angle = torch.atan2(torch.tensor(sigma), torch.tensor(1 - sigma)).expand(d.batch)
     return {
         "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
@@ -164,6 +188,12 @@ def _z_request(d: Draw) -> dict[str, Any]:
         "cap_feats": [d.normal(length, d.config.cap_feat_dim) for length in d.lengths()],
         "joint_attention_kwargs": None,
     }
+
+
+def _z_prepare(d: Draw) -> None:
+    # The first call makes them.
+    rope = d.module.rope_embedder
+    rope.freqs_cis = rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, theta=rope.theta)
 
 
 def _z_step(d: Draw, sigma: float) -> dict[str, Any]:
@@ -239,6 +269,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         _lumina_2_request,
         _lumina_2_step,
         blocks=("num_layers",),
+        prepare=_lumina_2_prepare,
     ),
     "omnigen": Denoiser(
         "OmniGenTransformer2DModel",
@@ -308,5 +339,6 @@ DENOISERS: Mapping[str, Denoiser] = {
         _z_request,
         _z_step,
         blocks=("n_layers",),
+        prepare=_z_prepare,
     ),
 }

@@ -16,7 +16,7 @@ def _aura_request(d: Draw) -> dict[str, Any]:
 
 def _aura_step(d: Draw, sigma: float) -> dict[str, Any]:
     # The pipeline makes a new tensor of the quotient and then casts it.
-    timestep = torch.tensor([d.t(sigma) / 1000]).expand(d.batch).to(d.dtype)
+    timestep = torch.stack([d.t(sigma) / 1000]).expand(d.batch).to(d.dtype)
     return {"hidden_states": d.picture(d.config.in_channels, d.config.patch_size), "timestep": timestep}
 
 

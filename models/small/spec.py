@@ -38,6 +38,8 @@ class Denoiser:
         step: from a `Draw` and a sigma in (0, 1], the arguments of one step.
         bench: configuration with a checkpoint's proportions, for two CPU cores.
         blocks: names of the configuration's values that set the depth.
+        prepare: makes the draw's module ready for a capture in which nothing runs, if a first call would change it or
+            the host reads what it is given. Returns what was taken for granted, if anything.
     """
 
     class_name: str
@@ -46,6 +48,7 @@ class Denoiser:
     step: Callable[[Draw, float], dict[str, Any]]
     bench: Mapping[str, Any] | None = None
     blocks: tuple[str, ...] = ()
+    prepare: Callable[[Draw], str | None] = lambda draw: None
 
 
 @dataclass(frozen=True)
