@@ -7,7 +7,8 @@ See README.md for what it does and :mod:`dithoist.passes` for how.
 """
 
 from .runtime.denoiser import compile_denoiser
-from .runtime.explain import Explanation, explain
+from .runtime.explain import explain
+from .runtime.explanation import Explanation
 from .runtime.pipeline import compile_pipeline, restore
 from .runtime.report import Report, report
 from .runtime.state import DithoistWarning

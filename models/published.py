@@ -1,4 +1,4 @@
-"""Published models: the configuration of their denoiser, and the size that their pipeline gives a generation by default.
+"""Published models: the configuration of their denoiser, and the size their pipeline gives a generation by default.
 
 A configuration lists what differs from the defaults of the class. Called they are as :mod:`dithoist.models.small` calls
 the same class.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..passes import TIMES, BindingTime
-from .explain import Explanation, TimeWork
+from .explanation import Explanation, TimeWork
 
 _SHARES: dict[str, Callable[[TimeWork], int]] = {
     "operations": lambda row: row.operations,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,23 +83,22 @@ def choose(
     """
     from ..models.small import DENOISERS, Sizes  # Needs diffusers.
 
-    keys = {entry.class_name: key for key, entry in DENOISERS.items()}
     published = PUBLISHED.get(str(model).lower()) if isinstance(model, str) else None
     if published is not None:
-        name, values = published.title, dict(published.config)
-        kind = _class(f"diffusers.{DENOISERS[published.denoiser].class_name}")
-        denoiser = published.denoiser
         if config is not None:
-            raise ValueError(f"{name} has its own configuration; name its class to give another")
+            raise ValueError(f"{published.title} has its own configuration; name its class to give another")
+        name, values, denoiser = published.title, dict(published.config), published.denoiser
+        kind = _class(f"diffusers.{DENOISERS[denoiser].class_name}")
     else:
         name, kind, values = _named(model, config)
+        keys = {entry.class_name: key for key, entry in DENOISERS.items()}
         denoiser = next((keys[c.__name__] for c in kind.__mro__ if c.__name__ in keys), "")
         if not denoiser:
             raise ValueError(f"how {kind.__name__} is called is not known{close_matches(kind.__name__, keys)}")
         same = (p for p in PUBLISHED.values() if p.denoiser == denoiser)
         published = next(same, Published(name, denoiser))
-    height, width = height or published.height, width or published.width
-    frames, prompt = frames or published.frames, prompt or published.prompt
+    height, width = _or(height, published.height), _or(width, published.width)
+    frames, prompt = _or(frames, published.frames), _or(prompt, published.prompt)
     grid = _grid(SCALES.get(denoiser, Scale()), height, width, frames)
     if batch < 1 or prompt < 1:
         raise ValueError(f"batch={batch} and prompt={prompt} must be at least 1")
@@ -126,7 +126,7 @@ def _named(
             raise ValueError("the configuration names no class: it has no '_class_name', as a denoiser's would")
         kind = _class(f"diffusers.{values['_class_name']}")
         return (str(model) if is_path else kind.__name__), kind, values
-    if "." in str(model) and str(model).rpartition(".")[2].isidentifier() and str(model).rpartition(".")[2][0].isupper():
+    if re.fullmatch(r"[\w.]+\.[A-Z]\w*", str(model)):
         return str(model), _class(str(model)), {} if config is None else _config(config)
     raise ValueError(f"no published model is called {model!r}{close_matches(str(model).lower(), PUBLISHED)}")
 
@@ -154,6 +154,10 @@ def _class(path: str) -> type[nn.Module]:
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise ValueError(f"{path} is no module class")
     return kind
+
+
+def _or(chosen: int | None, default: int) -> int:
+    return default if chosen is None else chosen
 
 
 def _grid(scale: Scale, height: int, width: int, frames: int) -> tuple[int, int, int]:

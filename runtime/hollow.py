@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..models.families import argument_labels
@@ -47,9 +47,16 @@ def hollow_module(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modu
 
 
 def hollow_call(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """The arguments that ``make`` makes, their tensors hollow."""
-    with FakeTensorMode():
-        call = dict(make())
+    """The arguments that ``make`` makes, their tensors hollow.
+
+    Raises:
+        RuntimeError: they cannot be made at this size, or not without the values of tensors.
+    """
+    try:
+        with FakeTensorMode():
+            call = dict(make())
+    except (RuntimeError, ValueError, DynamicOutputShapeException) as error:
+        raise RuntimeError(f"the arguments of a call cannot be made: {error}") from error
     hollow: dict[str, Any] = tree_map_only(FakeTensor, _hollow, call)
     return hollow
 

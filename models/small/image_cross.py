@@ -40,7 +40,7 @@ def _hunyuan_request(d: Draw) -> dict[str, Any]:
 def _hunyuan_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {
         "hidden_states": d.picture(d.config.in_channels, d.config.patch_size),
-        "timestep": torch.tensor([d.t(sigma, torch.int64)] * d.batch).to(d.dtype),
+        "timestep": torch.stack([d.t(sigma, torch.int64)] * d.batch).to(d.dtype),
     }
 
 

@@ -81,7 +81,7 @@ def _easyanimate_request(d: Draw) -> dict[str, Any]:
 def _easyanimate_step(d: Draw, sigma: float) -> dict[str, Any]:
     return {
         "hidden_states": d.video(d.config.in_channels),
-        "timestep": torch.tensor([d.t(sigma)] * d.batch).to(d.dtype),
+        "timestep": torch.stack([d.t(sigma)] * d.batch).to(d.dtype),
     }
 
 
