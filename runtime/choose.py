@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ class Choice:
     def build(self) -> nn.Module:
         """The module."""
         make = getattr(self.kind, "from_config", None)
-        module = make(dict(self.config)) if make else self.kind(**self.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # What diffusers will rename is no concern of the user's.
+            module = make(dict(self.config)) if make else self.kind(**self.config)
         assert isinstance(module, nn.Module)
         return module
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,14 @@ from .staged import GraphInput
 DTYPE = torch.bfloat16
 LARGEST = 10
 """How many works :attr:`Explanation.largest` names."""
+
+
+class _Captured(NamedTuple):
+    """What a call costs before the passes change its graph."""
+
+    operations: int
+    flops: int
+    host_syncs: list[str]
 
 
 @suggest_arguments
@@ -66,7 +74,7 @@ def explain(
     module = hollow_module(choice.build, DTYPE)
     granted = choice.prepare(module)
     graph, inputs = capture(module, hollow_call(lambda: choice.call(module)), choice.family)
-    captured = costs.operations(graph), costs.flops(graph)
+    captured = _Captured(costs.operations(graph), costs.flops(graph), costs.host_reads(graph))
     context = PassContext({i.node: i.label for i in inputs}, verify=env.verify())
     if granted:
         context.note("capture", granted)
@@ -80,7 +88,7 @@ def _explanation(
     analysed: fx.GraphModule,
     inputs: list[GraphInput],
     program: Program,
-    captured: tuple[int, int],
+    captured: _Captured,
     notes: list[str],
 ) -> Explanation:
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
@@ -101,8 +109,9 @@ def _explanation(
         parameters=total,
         parameters_unread=total - sum(weights[i].numel() for i in last_read),
         bytes_released=sum(w.numel() * w.element_size() for w in hoisted),
-        captured_operations=captured[0],
-        captured_flops=captured[1],
+        captured_operations=captured.operations,
+        captured_flops=captured.flops,
+        captured_host_syncs=captured.host_syncs,
         by_time=_by_time(program, _uncut(analysed), {i: w.numel() for i, w in weights.items()}, last_read),
         body_host_syncs=costs.host_reads(program.body.module),
         largest=_largest(program),

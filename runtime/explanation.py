@@ -76,6 +76,7 @@ class Explanation:
         bytes_released: of the parameters and buffers that only hoisted work reads.
         captured_operations: operations of one call as captured.
         captured_flops: their FLOPs.
+        captured_host_syncs: calls among them that make the host wait.
         by_time: the work by binding time (``"model"``, ``"request"``, ... ``"step"``).
         body_host_syncs: calls left in the body that make the host wait.
         largest: hoisted work with the most FLOPs.
@@ -96,6 +97,7 @@ class Explanation:
     bytes_released: int
     captured_operations: int
     captured_flops: int
+    captured_host_syncs: list[str]
     by_time: dict[str, TimeWork]
     body_host_syncs: list[str]
     largest: list[HoistedWork]
@@ -175,7 +177,8 @@ def _print(console: Console, found: Explanation) -> None:
         f"  {human(found.bytes_released)} of weights could be released inside the loop\n"
         f"  {found.captured_operations} operations a step before, {body.operations} now; "
         f"{found.hoisted_flops_share:.2%} of the FLOPs hoisted\n"
-        f"  host reads left in the body: {', '.join(found.body_host_syncs) or 'none'}",
+        f"  host reads found: {', '.join(found.captured_host_syncs) or 'none'}; "
+        f"left in the body: {', '.join(found.body_host_syncs) or 'none'}",
         highlight=False,
     )
     largest = Table(title="largest hoisted work", title_justify="left")
