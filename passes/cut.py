@@ -7,11 +7,12 @@ in bytes:
 * *holding* it costs its size, for schedule values once for each of `ROWS` steps. Views are never held, their base is:
   one tensor, however many views of it the body reads.
 * *making it again* costs the body, at every step, what the operation reads and writes, and `LAUNCH` for one more
-  operation where the back end does not fuse it into others. Views, casts and sizes are free. A result more than `EXPANSION` times what it is made from (a mask spread
-  over heads) counts only what it reads, so it is not held. Products, attention, reductions and copies are never made
-  again, with one exception: what depends on request *and* timestep is needed once a picture, so holding it saves no
-  time, only the weights it reads. These are its price (and `LAUNCH`, for the next picture of the same prompt). So
-  modulation vectors are held, being small and made from large weights, and the first block's modulated text is not.
+  operation where the back end does not fuse it into others. Views, casts and sizes are free. A result more than
+  `EXPANSION` times what it is made from (a mask spread over heads) counts only what it reads, so it is not held.
+  Products, attention, reductions and copies are never made again, with one exception: what depends on request *and*
+  timestep is needed once a picture, so holding it saves no time, only the weights it reads. These are its price (and
+  `LAUNCH`, for the next picture of the same prompt). So modulation vectors are held, being small and made from large
+  weights, and the first block's modulated text is not.
 
 Between two hoisted stages only views, sizes and casts are made again.
 
