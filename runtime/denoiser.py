@@ -41,11 +41,14 @@ class _DynamoOptions:
 
     def __init__(self, *, guard_hooks: bool) -> None:
         self._changes = _DYNAMO_CONFIG | {"skip_nnmodule_hook_guards": not guard_hooks}
-        self._patch = dynamo_config.patch(self._changes)
+        self._patch: AbstractContextManager[Any] = dynamo_config.patch(self._changes)
         self._reentrant = isinstance(getattr(self._patch, "_prior", None), ContextVar)
 
     def __call__(self) -> AbstractContextManager[Any]:
-        return self._patch if self._reentrant else dynamo_config.patch(self._changes)
+        if self._reentrant:
+            return self._patch
+        fresh: AbstractContextManager[Any] = dynamo_config.patch(self._changes)
+        return fresh
 
 
 _OPTIONS = _DynamoOptions(guard_hooks=False)
