@@ -59,6 +59,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     for name, unit in {"height": "pixels", "width": "pixels", "frames": "frames", "prompt": "text tokens"}.items():
         parser.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{unit} (default: as the model's pipeline)")
     parser.add_argument("--batch", type=_positive, default=1, metavar="N", help="pictures in one call (default: 1)")
+    parser.add_argument("--backend", default="inductor", help="back end the loop's body is for (default: inductor)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the chart there")
 
@@ -72,7 +73,7 @@ def _explain(options: argparse.Namespace) -> int:
         return 0
     sizes = {name: getattr(options, name) for name in ("height", "width", "frames", "batch", "prompt")}
     try:
-        found = explain(options.model, options.config, **sizes)
+        found = explain(options.model, options.config, backend=options.backend, **sizes)
         print(found)
         if options.json:
             options.json.write_text(found.to_json() + "\n")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
     console.width = max(console.width, _WIDTH)  # A pipe has no width; the tables need one.
     wanted = {name: getattr(options, name) for name in FIELDS}
     try:
-        cases = _quick(wanted.pop("family"), **wanted) if options.quick else select(CASES, **wanted)
+        cases = _cases(options, wanted)
         chosen = variants.check(options.variant or list(variants.VARIANTS))
     except ValueError as error:
         parser.error(str(error))
@@ -70,6 +71,14 @@ def _plan(options: argparse.Namespace, chosen: list[str]) -> Plan:
     )
 
 
+def _cases(options: argparse.Namespace, wanted: dict[str, Any]) -> list[Case]:
+    if options.case and (options.quick or any(wanted.values())):
+        raise ValueError("--case names whole cases; leave out the other choices")
+    if options.case:
+        return unique(Case.from_id(text) for text in options.case)
+    return _quick(wanted.pop("family"), **wanted) if options.quick else select(CASES, **wanted)
+
+
 def _quick(families: list[str] | None, **sizes: list[object] | None) -> list[Case]:
     given = [name for name, values in sizes.items() if values]
     if given:
@@ -89,6 +98,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     chosen.add_argument("--steps", action="append", type=int, help="steps per picture")
     chosen.add_argument("--blocks", action="append", type=int, help="depth, of the cases that set one")
     chosen.add_argument("--dtype", action="append", help="of weights and inputs")
+    chosen.add_argument("--case", action="append", help="a case by its id, in the list or not")
     chosen.add_argument("--quick", action="store_true", help="one small case, 3 rounds, no memory: under 3 minutes")
     chosen.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     how = parser.add_argument_group("how")

@@ -21,7 +21,8 @@ class PassContext:
         labels: binding time of each placeholder, by node name.
         in_place: whether the body may be lowered to writes in place; for a back end that runs graphs as they
             are.
-        outline: whether a block that repeats may become one function; for a back end that compiles.
+        compiles: whether the back end compiles: then one more operation costs nothing, and a block that repeats
+            becomes one function.
         verify: check the graph after every pass (``DITHOIST_VERIFY=1``; always on in the tests).
         dump: called with a title and the graph before and after every pass (``DITHOIST_DUMP``).
         notes: what a pass could not do and why, for the report.
@@ -29,7 +30,7 @@ class PassContext:
 
     labels: Mapping[str, BindingTime]
     in_place: bool = False
-    outline: bool = False
+    compiles: bool = False
     verify: bool = False
     dump: Callable[[str, fx.GraphModule], None] | None = None
     notes: list[str] = field(default_factory=list)

@@ -6,12 +6,13 @@ in bytes:
 
 * *holding* it costs its size, for schedule values once for each of `ROWS` steps. Views are never held, their base is:
   one tensor, however many views of it the body reads.
-* *making it again* costs the body, at every step, what the operation reads and writes and `LAUNCH` for one more
-  operation. Views, casts and sizes are free. A result more than `EXPANSION` times what it is made from (a mask spread
-  over heads) counts only what it reads, so it is not held. Products, attention, reductions and copies are never made
-  again, with one exception: what depends on request *and* timestep is needed once a picture, so holding it saves no
-  time, only the weights it reads. These are its price (and `LAUNCH`, for the next picture of the same prompt). So
-  modulation vectors are held, being small and made from large weights, and the first block's modulated text is not.
+* *making it again* costs the body, at every step, what the operation reads and writes, and `LAUNCH` for one more
+  operation where the back end does not fuse it into others. Views, casts and sizes are free. A result more than
+  `EXPANSION` times what it is made from (a mask spread over heads) counts only what it reads, so it is not held.
+  Products, attention, reductions and copies are never made again, with one exception: what depends on request *and*
+  timestep is needed once a picture, so holding it saves no time, only the weights it reads. These are its price (and
+  `LAUNCH`, for the next picture of the same prompt). So modulation vectors are held, being small and made from large
+  weights, and the first block's modulated text is not.
 
 Between two hoisted stages only views, sizes and casts are made again.
 
@@ -73,7 +74,7 @@ def _held_for_body(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
     while pending:
         node = pending.pop()
         network.add_edge((node, "make"), (node, "use"), capacity=_holding(node, read_by_body))
-        making = _making(node)
+        making = _making(node, 0 if context.compiles else LAUNCH)
         network.add_edge("known", (node, "make"), capacity=making)
         for source in node.all_input_nodes if making < math.inf else ():
             network.add_edge((source, "use"), (node, "make"))
@@ -102,17 +103,17 @@ def _holding(node: fx.Node, read_by_body: set[fx.Node]) -> float:
     return tensor_bytes([node]) * _rows(node)
 
 
-def _making(node: fx.Node) -> float:
+def _making(node: fx.Node, launch: int) -> float:
     if is_input(node):
         return math.inf  # It is known; nobody makes it.
     if is_view(node) or is_size(node) or is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     if binding_time(node) == BindingTime.REQUEST_SCHEDULE:
-        return LAUNCH
+        return launch
     read, written = tensor_bytes(node.all_input_nodes), tensor_bytes([node])
     if written > EXPANSION * read:
-        return read + LAUNCH
-    return read + written + LAUNCH if torch.Tag.pointwise in node.target.tags else math.inf
+        return read + launch
+    return read + written + launch if torch.Tag.pointwise in node.target.tags else math.inf
 
 
 def _needed(outputs: list[fx.Node], time: BindingTime) -> set[fx.Node]:

@@ -112,7 +112,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
             context=lambda labels: PassContext(
                 labels,
                 in_place=state.settings.backend == "eager",
-                outline=state.settings.backend == "inductor",
+                compiles=state.settings.backend == "inductor",
                 verify=env.verify(),
                 dump=_dumper(state),
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._trace import is_tracing as is_jit_tracing
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..models.families import argument_labels
 from . import env
@@ -25,14 +27,32 @@ from .state import DenoiserState
 DYNAMO_CONFIG = {
     # Boolean indices give data-dependent shapes, which canonicalisation makes static.
     "capture_dynamic_output_shape_ops": True,
-    # Hooks put on a submodule after the first call must be seen.
-    "skip_nnmodule_hook_guards": False,
     # Two prompt lengths, a few sizes, and LoRA loaded, fused, disabled: eight are soon used up.
     "recompile_limit": 32,
 }
-_PATCH = dynamo_config.patch(DYNAMO_CONFIG)
-# One patch for all calls where it can be entered twice (torch 2.13): each new one leaves an entry in the context.
-_PATCH_IS_REENTRANT = isinstance(getattr(_PATCH, "_prior", None), ContextVar)
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+class _DynamoOptions:
+    """Dynamo's options around our own calls.
+
+    One patch serves all calls where it can be entered twice (torch 2.13): each new one leaves an entry in the context.
+    """
+
+    def __init__(self, *, guard_hooks: bool) -> None:
+        self._changes = DYNAMO_CONFIG | {"skip_nnmodule_hook_guards": not guard_hooks}
+        self._patch: AbstractContextManager[Any] = dynamo_config.patch(self._changes)
+        self._reentrant = isinstance(getattr(self._patch, "_prior", None), ContextVar)
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self._reentrant:
+            return self._patch
+        fresh: AbstractContextManager[Any] = dynamo_config.patch(self._changes)
+        return fresh
+
+
+_OPTIONS = _DynamoOptions(guard_hooks=False)
+_OPTIONS_WITH_HOOKS = _DynamoOptions(guard_hooks=True)
 
 
 class CompiledDenoiser:
@@ -50,11 +70,24 @@ class CompiledDenoiser:
         # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
         weakref.finalize(module, state.held.clear)
         self._broken = False
-        options: dict[str, Any] = {"backend": make_backend(state), "dynamic": state.settings.dynamic}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        self._handles = -1
+        self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
+        self._compiled = self._compile()
+
+    def _compile(self) -> Callable[..., Any]:
+        options: dict[str, Any] = {"backend": make_backend(self.state), "dynamic": self.state.settings.dynamic}
+        if _ISOLATES:
             # Two denoisers of one class share code; their recompiles must not count against each other.
             options["isolate_recompiles"] = True
-        self._compiled = torch.compile(module._call_impl, **options)
+        return torch.compile(self.module._call_impl, **options)
+
+    def _look_for_hooks(self) -> None:
+        """Guard on hooks only once there are any: checking at every call that every submodule has none takes long."""
+        self._handles = RemovableHandle.next_id
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.module.modules())
+        if hooked and self._options is _OPTIONS:
+            self._options = _OPTIONS_WITH_HOOKS
+            self._compiled = self._compile()
 
     def install(self) -> None:
         """Make the module call this object."""
@@ -72,9 +105,11 @@ class CompiledDenoiser:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken or not self._applies():
             return self.module._call_impl(*args, **kwargs)
+        if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
+            self._look_for_hooks()
         ran = self.state.graph_calls
         try:
-            with _PATCH if _PATCH_IS_REENTRANT else dynamo_config.patch(DYNAMO_CONFIG):
+            with self._options():
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.

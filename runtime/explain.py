@@ -23,7 +23,7 @@ from . import env
 from .backend import module_path
 from .choose import Choice, choose
 from .explanation import Explanation, HoistedWork, TimeWork
-from .settings import suggest_arguments
+from .settings import Settings, suggest_arguments
 from .staged import GraphInput
 
 DTYPE = torch.bfloat16
@@ -49,6 +49,7 @@ def explain(
     frames: int | None = None,
     batch: int = 1,
     prompt: int | None = None,
+    backend: str = "inductor",
 ) -> Explanation:
     """What dithoist would hoist out of a denoiser's loop, without its weights.
 
@@ -62,12 +63,14 @@ def explain(
         frames: of the video, 1 for a picture.
         batch: pictures in one call.
         prompt: text tokens, padding included.
+        backend: as for ``compile_pipeline``; where it compiles, more is made again rather than held.
 
     Raises:
-        ValueError: no such model or class, or a size it cannot have; the message names the known ones.
+        ValueError: no such model, class or back end, or a size it cannot have; the message names the known ones.
         RuntimeError: the class does not become one graph.
         ModuleNotFoundError: diffusers is not installed.
     """
+    settings = Settings(backend)
     choice = choose(model, config, height=height, width=width, frames=frames, batch=batch, prompt=prompt)
     from .hollow import capture, hollow_call, hollow_module  # Needs diffusers.
 
@@ -75,15 +78,17 @@ def explain(
     granted = choice.prepare(module)
     graph, inputs = capture(module, hollow_call(lambda: choice.call(module)), choice.family)
     captured = _Captured(costs.operations(graph), costs.flops(graph), costs.host_reads(graph))
-    context = PassContext({i.node: i.label for i in inputs}, verify=env.verify())
+    labels = {i.node: i.label for i in inputs}
+    context = PassContext(labels, compiles=settings.backend == "inductor", verify=env.verify())
     if granted:
         context.note("capture", granted)
     program = build_program(graph, context)
-    return _explanation(choice, module, graph, inputs, program, captured, context.notes)
+    return _explanation(choice, backend, module, graph, inputs, program, captured, context.notes)
 
 
 def _explanation(
     choice: Choice,
+    backend: str,
     module: nn.Module,
     analysed: fx.GraphModule,
     inputs: list[GraphInput],
@@ -106,6 +111,7 @@ def _explanation(
         batch=choice.sizes.batch,
         prompt=choice.sizes.prompt,
         dtype=str(DTYPE).removeprefix("torch."),
+        backend=backend,
         parameters=total,
         parameters_unread=total - sum(weights[i].numel() for i in last_read),
         bytes_released=sum(w.numel() * w.element_size() for w in hoisted),

@@ -71,6 +71,7 @@ class Explanation:
         batch: pictures in one call.
         prompt: text tokens, padding included.
         dtype: of the parameters and of most inputs.
+        backend: the program is for.
         parameters: elements of all parameters and buffers.
         parameters_unread: elements that the call does not read at all.
         bytes_released: of the parameters and buffers that only hoisted work reads.
@@ -92,6 +93,7 @@ class Explanation:
     batch: int
     prompt: int
     dtype: str
+    backend: str
     parameters: int
     parameters_unread: int
     bytes_released: int
@@ -151,8 +153,8 @@ class Explanation:
 def _print(console: Console, found: Explanation) -> None:
     frames = f"{found.frames} frames, " if found.frames > 1 else ""
     console.print(
-        f"[bold]{found.name}[/] ({found.module}, {found.dtype}), {found.width} x {found.height}, {frames}"
-        f"{found.tokens} tokens, prompt {found.prompt}, batch {found.batch}",
+        f"[bold]{found.name}[/] ({found.module}, {found.dtype}, backend={found.backend}), "
+        f"{found.width} x {found.height}, {frames}{found.tokens} tokens, prompt {found.prompt}, batch {found.batch}",
         highlight=False,
     )
     table = Table()

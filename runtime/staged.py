@@ -86,7 +86,7 @@ def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext
     The other stages run as captured: once a model, request or row, which compiling them would hardly ever earn.
     """
     module = copy_graph(stage.module)
-    if context.outline and outline_repeats(module, context):
+    if context.compiles and outline_repeats(module, context):
         for name in {str(node.target) for node in module.graph.find_nodes(op="call_module")}:
             part = module.get_submodule(name)
             assert isinstance(part, fx.GraphModule)

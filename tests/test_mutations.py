@@ -25,12 +25,14 @@ from dithoist import passes
 from dithoist.passes import (
     binding_time,
     canonicalize,
+    copies,
     cse,
     cut,
     dead_code,
     effects,
     masked_fill,
     operators,
+    outline,
     split,
 )  # fmt: skip
 from dithoist.runtime import identity, staged
@@ -233,6 +235,29 @@ def test_identity_rules_are_needed(check: Callable[[], None], mutant: Any) -> No
     check()
     with mutant, mock.patch.object(identity, "_SMALL_BYTES", 0):
         assert fails(check)
+
+
+def test_copies_that_only_look_like_the_original() -> None:
+    check = run_pass(
+        passes.eliminate_copies, lambda x: (s := x.sin(), torch.cat([s[1:], s[:1]]).cos())[1], torch.arange(6.0)
+    )
+    check()
+    with mock.patch.object(copies, "_covers", return_value=True):
+        assert fails(check)
+
+
+def test_outlining_that_does_not_look_at_wires() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            a, b = x.sin(), x.cos()
+            x = (a - b if i % 2 else b - a).exp()
+        return x
+
+    check = run_pass(passes.outline_repeats, model, torch.linspace(0, 1, 6))
+    with mock.patch.object(outline, "MIN_OPERATIONS", 2):
+        check()
+        with mock.patch.object(outline._Sequence, "_wiring", return_value=()):
+            assert fails(check)
 
 
 def test_a_cut_that_recomputes_more_than_views_changes_no_number_but_is_counted() -> None:

@@ -18,6 +18,8 @@ from dithoist.bench.tables import markdown
 def test_cases_are_listed_by_their_ids(capsys: pytest.CaptureFixture[str]) -> None:
     assert dithoist(["bench", "--list", "--family", "flux", "--blocks", "24"]) == 0
     assert capsys.readouterr().out.split() == ["flux-64t-64p-4s-24b"]
+    assert main(["--list", "--case", "flux-1024t-64p-3s-2b"]) == 0
+    assert capsys.readouterr().out.split() == ["flux-1024t-64p-3s-2b"]
     assert main(["--list", "--quick", "--family", "sd3"]) == 0
     assert capsys.readouterr().out.split() == ["sd3-64t-64p-4s-1b"]
 
@@ -29,6 +31,8 @@ def test_cases_are_listed_by_their_ids(capsys: pytest.CaptureFixture[str]) -> No
         (["--tokens", "3"], "known: 64, 256, 1024"),
         (["--variant", "fast"], "known: eager, torch.compile, regional, dithoist-eager, dithoist-inductor"),
         (["--quick", "--steps", "4"], "leave out --steps"),
+        (["--case", "flux"], "'flux' is no case id such as"),
+        (["--case", "flux-64t-64p-4s", "--quick"], "leave out the other choices"),
         (["--rounds", "0"], "must be at least 1"),
         (["--device", "tpu"], "cpu, cuda, npu"),
     ],
