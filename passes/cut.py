@@ -9,7 +9,7 @@ in bytes:
 * *making it again* costs the body, at every step, what the operation reads and writes, and `LAUNCH` for one more
   operation where the back end does not fuse it into others. Views, casts and sizes are free. A result more than
   `EXPANSION` times what it is made from (a mask spread over heads) counts only what it reads, so it is not held.
-  Products, attention, reductions and copies are never made again, with one exception: what depends on request *and*
+  Products, attention and reductions are never made again, with one exception: what depends on request *and*
   timestep is needed once a picture, so holding it saves no time, only the weights it reads. These are its price (and
   `LAUNCH`, for the next picture of the same prompt). So modulation vectors are held, being small and made from large
   weights, and the first block's modulated text is not.
@@ -40,6 +40,8 @@ LAUNCH = 2**16
 """What one more operation in the body costs, in bytes: the traffic of about 5 microseconds on a CPU."""
 
 EXPANSION = 4
+
+_COPIES = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default, torch.ops.aten.clone.default})
 
 
 def choose_held(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, None]:
@@ -113,7 +115,8 @@ def _making(node: fx.Node, launch: int) -> float:
     read, written = tensor_bytes(node.all_input_nodes), tensor_bytes([node])
     if written > EXPANSION * read:
         return read + launch
-    return read + written + launch if torch.Tag.pointwise in node.target.tags else math.inf
+    cheap = torch.Tag.pointwise in node.target.tags or node.target in _COPIES
+    return read + written + launch if cheap else math.inf
 
 
 def _needed(outputs: list[fx.Node], time: BindingTime) -> set[fx.Node]:

@@ -98,7 +98,7 @@ def test_repeated_blocks_are_one_function_and_keep_the_bits(name: str, monkeypat
 
     monkeypatch.setattr(backend, "PassContext", as_for_a_compiler)
     counters.clear()
-    twins = Twins(build_denoiser(name, blocks=4))
+    twins = Twins(build_denoiser(name, blocks=5))
     for call in example_calls(name, twins.untouched):
         twins.check(**call)
     operations = twins.report.graphs[0].by_time["step"].operations
