@@ -50,7 +50,6 @@ def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, 
         if context.dump:
             context.dump(f"{name}_before", gm)
         context.count(name, run(gm, context))
-        gm.recompile()
         if context.dump:
             context.dump(f"{name}_after", gm)
         if context.verify:
