@@ -117,6 +117,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
                 dump=_dumper(state),
             ),
             generation=state.generation,
+            released=state.released if state.settings.release_weights else None,
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)

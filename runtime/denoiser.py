@@ -101,6 +101,7 @@ class CompiledDenoiser:
         if not self._had_previous:
             del self.module._compiled_call_impl
         self.state.held.clear()
+        self.state.released.restore()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken or not self._applies():
@@ -170,6 +171,12 @@ def prepare_denoiser(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ValueError(f"{name} was wrapped by torch.compile; pass the original module (its ._orig_mod)")
+    devices = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
+    if settings.release_weights and devices:
+        raise ValueError(
+            f"release_weights={settings.release_weights!r} is for denoisers on the CPU, and {name} is on "
+            f"{', '.join(sorted(devices))}; leave it out"
+        )
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -185,6 +192,7 @@ def compile_denoiser(
     backend: Backend = "inductor",
     dynamic: bool | None = None,
     strict: bool = False,
+    release_weights: bool | str = False,
     max_cached_bytes: int | None = None,
 ) -> torch.nn.Module:
     """Compile a denoiser in place, for a loop of your own.
@@ -198,6 +206,9 @@ def compile_denoiser(
             anything else ``torch.compile`` accepts.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
+        release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
+            ``"disk"`` puts them into a file that is mapped where they were, so that everything can still read
+            them (denoisers on the CPU, on Linux). Nothing else changes, and :func:`restore` brings them back.
         max_cached_bytes: bound on held values; ``None`` is a quarter of the weights, at least 256 MiB.
 
     Returns:
@@ -207,7 +218,7 @@ def compile_denoiser(
         TypeError: ``module`` is no module, or ``backend`` neither a name nor a callable.
         ValueError: an option or label that does not exist; the message names the close ones.
     """
-    settings = Settings(backend, dynamic, strict, max_cached_bytes)
+    settings = Settings(backend, dynamic, strict, release_weights, max_cached_bytes)
     replace_denoisers([prepare_denoiser(module, type(module).__name__, settings, labels)])
     return module
 

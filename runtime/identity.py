@@ -24,7 +24,7 @@ import itertools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -144,8 +144,10 @@ def _versions(weights: Sequence[torch.Tensor]) -> list[int]:
 class WeightsIdentity:
     """Whether the weights that hoisted work reads are still those it read. Keeps none of them alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: Callable[[torch.Tensor], None] = lambda weight: None) -> None:
+        """``forget`` is called with a weight whose bytes have been read."""
         self.epoch = 0
+        self._forget_pages = forget
         self._weights: list[weakref.ref[torch.Tensor]] = []
         self._contents: list[Hashable] = []
         self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -161,12 +163,11 @@ class WeightsIdentity:
         Returns:
             Positions in ``weights``; at the first check all of them.
         """
-        # This runs at every call, for every weight, so it is three lists made without a line of Python each.
-        seen = list(map(id, weights)), _versions(weights), list(map(torch.Tensor.data_ptr, weights))
+        seen = _look(weights)
         if seen == self._seen and self._weights and not deep and -1 not in seen[1]:
             return []
         known = [reference() for reference in self._weights] or [None] * len(weights)
-        contents = _contents(weights)
+        contents = _contents(weights, self._forget_pages)
         now, then = zip(*seen[1:], contents, strict=True), zip(*self._seen[1:], self._contents, strict=True)
         same = [w is k and a == b for w, k, a, b in zip(weights, known, now, then, strict=False)]
         changed = [i for i in range(len(weights)) if i >= len(same) or not same[i]]
@@ -175,15 +176,29 @@ class WeightsIdentity:
         self._contents, self._seen = contents, seen
         return changed
 
+    def moved(self, weights: Sequence[torch.Tensor]) -> None:
+        """Take the same weights at other places in memory for unchanged."""
+        self._seen = _look(weights)
+
     def _forget(self, _: object) -> None:
         """A weight is gone, and its ``id`` may be given to another."""
         self._seen = ([], *self._seen[1:])
 
 
-def _contents(weights: Sequence[torch.Tensor]) -> list[Hashable]:
+def _look(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Object, version and place of each weight: at every call, so without a line of Python for each."""
+    return list(map(id, weights)), _versions(weights), list(map(torch.Tensor.data_ptr, weights))
+
+
+def _contents(
+    weights: Sequence[torch.Tensor], forget: Callable[[torch.Tensor], None] = lambda weight: None
+) -> list[Hashable]:
     """The bytes of small weights, and one 64-bit hash a larger one, read from each device in one go."""
     small = [w.device.type == "cpu" and w.nbytes <= _SMALL_BYTES for w in weights]
-    hashes = [_hash_bytes(w) for w, s in zip(weights, small, strict=True) if not s]
+    hashes = []
+    for weight in itertools.compress(weights, map(operator.not_, small)):
+        hashes.append(_hash_bytes(weight))
+        forget(weight)
     numbers = iter(torch.stack([h.to(hashes[0].device) for h in hashes]).tolist() if hashes else [])
     return [_small_token(w) if s else next(numbers) for w, s in zip(weights, small, strict=True)]
 

@@ -59,6 +59,7 @@ def compile_pipeline(
     backend: Backend = "inductor",
     dynamic: bool | None = None,
     strict: bool = False,
+    release_weights: bool | str = False,
     max_cached_bytes: int | None = None,
 ) -> P:
     """Compile the denoisers of a diffusers pipeline in place; call the pipeline as before.
@@ -72,6 +73,9 @@ def compile_pipeline(
             anything else ``torch.compile`` accepts.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
+        release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
+            ``"disk"`` puts them into a file that is mapped where they were, so that everything can still read
+            them (denoisers on the CPU, on Linux). Nothing else changes, and :func:`restore` brings them back.
         max_cached_bytes: bound on held values per denoiser; ``None`` is a quarter of its weights, at least
             256 MiB.
 
@@ -82,7 +86,7 @@ def compile_pipeline(
     Raises:
         TypeError, ValueError: bad arguments, before anything is changed; the message names the fix.
     """
-    settings = Settings(backend, dynamic, strict, max_cached_bytes)
+    settings = Settings(backend, dynamic, strict, release_weights, max_cached_bytes)
     denoisers = find_denoisers(pipe)
     generation = _Generation(pipe)
     replace_denoisers(

@@ -65,7 +65,8 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class DenoiserReport:
-    """One denoiser. ``bytes_held`` is what is held now, private input copies included."""
+    """One denoiser. ``bytes_held`` is what is held now, private input copies included; ``bytes_released`` are those of
+    weights that left memory for the loop (``release_weights``)."""
 
     name: str
     module: str
@@ -75,6 +76,7 @@ class DenoiserReport:
     recompiles: int
     graph_breaks: int
     bytes_held: int
+    bytes_released: int
     cache_hits: int
     cache_misses: int
     cache_evictions: int
@@ -138,6 +140,7 @@ def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
         recompiles=state.recompiles,
         graph_breaks=state.graph_breaks,
         bytes_held=state.held.bytes,
+        bytes_released=state.released.bytes,
         cache_hits=state.held.hits,
         cache_misses=state.held.misses,
         cache_evictions=state.held.evictions,
@@ -206,8 +209,9 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
             console.print(f"  note: {line}", highlight=False)
     for reason in denoiser.fallbacks:
         console.print(f"  fell back: {reason}", highlight=False)
+    released = f", {human(denoiser.bytes_released)} of weights released" if denoiser.bytes_released else ""
     console.print(
-        f"  held now {human(denoiser.bytes_held)}; {denoiser.cache_hits} hits, {denoiser.cache_misses} misses, "
+        f"  held now {human(denoiser.bytes_held)}{released}; {denoiser.cache_hits} hits, {denoiser.cache_misses} misses, "
         f"{denoiser.cache_evictions} evictions; recompiles: {denoiser.recompiles}; "
         f"graph breaks: {denoiser.graph_breaks}\n"
     )

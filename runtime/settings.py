@@ -13,6 +13,7 @@ import torch
 from torch._dynamo.exc import InvalidBackend
 
 from ..passes import TIMES, BindingTime
+from . import release
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +31,7 @@ class Settings:
             other name or callable that ``torch.compile`` accepts.
         dynamic: as in ``torch.compile``.
         strict: raise where the default would fall back to the untouched module with a warning.
+        release_weights: ``True`` or ``"disk"`` lets weights that the loop does not read leave memory.
         max_cached_bytes: bound on what is held between calls, per denoiser; ``None`` is a quarter of the
             denoiser's own weights, at least 256 MiB.
     """
@@ -37,6 +39,7 @@ class Settings:
     backend: Backend = "inductor"
     dynamic: bool | None = None
     strict: bool = False
+    release_weights: bool | str = False
     max_cached_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +55,10 @@ class Settings:
             raise TypeError(f"dynamic={self.dynamic!r} must be None, True or False")
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict={self.strict!r} must be True or False")
+        if self.release_weights not in (True, False, "disk"):
+            raise ValueError(f"release_weights={self.release_weights!r} must be False, True or 'disk'")
+        if self.release_weights and not release.SUPPORTED:
+            raise ValueError(f"release_weights={self.release_weights!r} needs Linux; leave it out")
         limit = self.max_cached_bytes
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
             raise TypeError(f"max_cached_bytes={limit!r} must be a whole number of bytes, or None for the default")

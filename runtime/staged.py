@@ -27,6 +27,7 @@ from ..passes.effects import is_random
 from . import capture
 from .cache import HeldValues, Values
 from .identity import InputIdentity, WeightsIdentity
+from .release import ReleasedWeights, StreamedStage
 
 DEMOTE_AFTER = 4
 """An input that changed in more than this many steps in a row is treated as one that changes every step."""
@@ -118,6 +119,7 @@ class StagedGraph:
         *,
         context: Callable[[dict[str, BindingTime]], PassContext] = PassContext,
         generation: Callable[[], object] = lambda: None,
+        released: ReleasedWeights | None = None,
     ) -> None:
         """Split and compile.
 
@@ -128,6 +130,7 @@ class StagedGraph:
             held: where held values live; may be shared with other graphs.
             context: makes the passes' context from the labels by node name.
             generation: gives an object that is another one in each generation, if somebody knows.
+            released: where weights that only hoisted work reads go after the first call; ``None`` keeps them.
         """
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
@@ -143,12 +146,14 @@ class StagedGraph:
         self._held = held
         self._make_context = context
         self._generation = generation
+        self._released = released
         self._last_generation: object = None
         self._lock = threading.RLock()
         self._build()
 
     def _build(self) -> None:
         """(Re)build program and stages from the captured graph and the labels as they are now."""
+        released = self._released
         gm = copy_graph(self.source)
         self.context = self._make_context(self.labels)
         self.program: Program = build_program(gm, self.context)
@@ -162,7 +167,8 @@ class StagedGraph:
         self._pick_weights = picker(self._weights)
         self._stages: list[_StageCall] = []
         for stage in self.program.stages:
-            self._stages.append(_StageCall.of(stage, stage.module.forward, position))
+            function = stage.module.forward if released is None else StreamedStage(stage.module, released.forget)
+            self._stages.append(_StageCall.of(stage, function, position))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
         # Both bodies exist from the start, so that switching between them compiles nothing.
         self._captured_body = self._body_call(self.program.body, position)
@@ -179,7 +185,11 @@ class StagedGraph:
         }
         self._request_inputs = self._keyed_with(BindingTime.REQUEST)
         self._schedule_inputs = self._keyed_with(BindingTime.SCHEDULE)
-        self._weights_identity = WeightsIdentity()
+        self._weights_identity = WeightsIdentity() if released is None else WeightsIdentity(released.forget)
+        bodies = (self.program.body, self.program.eager_body or self.program.body)
+        kept = {position[name] for body in bodies for name in body.inputs}
+        self._pick_releasable = picker([i for i in self._weights if i not in kept])
+        self._released_epoch = -1
         self._progress: dict[Hashable, _Progress] = {}
         self._direction = 0.0  # The way timesteps went the last time they went on.
         self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
@@ -207,7 +217,21 @@ class StagedGraph:
             self.stage_runs[BindingTime.STEP] += 1
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body
-        return body.run(values)
+        result = body.run(values)
+        if self._released is not None and self._released_epoch != self._weights_identity.epoch:
+            with self._lock:
+                self._release(values)
+        return result
+
+    def _release(self, values: list[Any]) -> None:
+        """Let go of the weights that the body does not read; they have just been read, and are as they were."""
+        assert self._released is not None
+        self._released_epoch = self._weights_identity.epoch
+        try:
+            self._released.release(self._pick_releasable(values))
+        except OSError as error:
+            self.context.note("release_weights", f"weights stay in memory: {error}")
+        self._weights_identity.moved(self._pick_weights(values))
 
     def _keys(self, values: list[Any]) -> list[tuple[_StageCall, Hashable]]:
         tokens = self._tokens(values)

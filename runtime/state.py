@@ -13,6 +13,7 @@ from torch._guards import CompileContext
 
 from ..passes import BindingTime
 from .cache import HeldValues
+from .release import ReleasedWeights
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class DenoiserState:
         self.generation = generation
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
+        self.released = ReleasedWeights()
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
         self.fallbacks: list[str] = []
         self.graph_calls = 0

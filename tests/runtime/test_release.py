@@ -1,0 +1,163 @@
+"""Released weights: gone from memory, readable all the same, and back when asked."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import TinyDit, Twins, tiny_inputs
+
+from dithoist import compile_denoiser, restore
+from dithoist.runtime.release import ReleasedWeights
+
+WIDTH = 256
+
+
+class WideDit(TinyDit):
+    """Wide enough that its weights fill pages."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+
+def inputs(seed: int = 0, step: float = 1.0) -> dict[str, torch.Tensor]:
+    found = tiny_inputs(seed, step)
+    return {k: v.repeat(1, 1, WIDTH // 8) if v.ndim == 3 else v for k, v in found.items()}
+
+
+def generations(twins: Twins, seeds: tuple[int, ...] = (0, 1, 0)) -> None:
+    for seed in seeds:
+        for step in (3.0, 2.0, 1.0):
+            twins.check(**inputs(seed, step))
+
+
+@pytest.fixture
+def twins() -> Twins:
+    found = Twins(WideDit(), release_weights=True)
+    generations(found)
+    return found
+
+
+def mapped(weight: torch.Tensor) -> bool:
+    """Whether the weight lies in a mapped file."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            place, *_, path = [*line.split(maxsplit=5), ""][:6]
+            start, stop = (int(n, 16) for n in place.split("-"))
+            if start <= weight.data_ptr() < stop:
+                return "dithoist-" in path or "(deleted)" in line
+    raise AssertionError("the weight lies nowhere")
+
+
+def same_bytes(a: nn.Module, b: nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return list(x) == list(y) and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def test_weights_of_hoisted_work_are_released_and_no_others(twins: Twins) -> None:
+    module = twins.compiled
+    assert mapped(module.modulation.weight)
+    assert mapped(module.text_proj.weight)
+    assert not mapped(module.body.weight)
+    assert twins.report.bytes_released == 3 * WIDTH * WIDTH * 4
+    assert twins.report.recompiles == 0
+    assert same_bytes(module, twins.untouched)
+
+
+def test_restore_brings_them_back(twins: Twins) -> None:
+    restore(twins.compiled)
+    assert not any(mapped(p) for p in twins.compiled.parameters())
+    assert same_bytes(twins.compiled, twins.untouched)
+    twins.check(**inputs())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.modulation.weight.mul_(2),
+        lambda m: m.modulation.weight.data.mul_(2),
+        lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+        lambda m: setattr(m.text_proj, "weight", nn.Parameter(m.text_proj.weight * 2, requires_grad=False)),
+        lambda m: m.text_proj.weight.untyped_storage().fill_(1),
+        lambda m: m.double().float(),
+    ],
+    ids=["in place", "through .data", "load_state_dict", "another parameter", "storage", "cast and back"],
+)
+def test_a_changed_weight_is_seen(twins: Twins, change: Any) -> None:
+    with torch.no_grad():
+        twins.both(change)
+    generations(twins)
+    assert same_bytes(twins.compiled, twins.untouched)
+    assert mapped(twins.compiled.modulation.weight)
+
+
+def test_another_dtype_is_another_model(twins: Twins) -> None:
+    twins.both(lambda m: m.to(torch.bfloat16))
+    for step in (2.0, 1.0):
+        twins.check(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(0, step).items()})
+    assert same_bytes(twins.compiled, twins.untouched)
+
+
+def test_copies_and_files_are_whole(twins: Twins, tmp_path: Any) -> None:
+    clone = copy.deepcopy(twins.compiled)
+    assert same_bytes(clone, twins.untouched)
+    assert not any(mapped(p) for p in clone.parameters())
+    torch.save(twins.compiled.state_dict(), tmp_path / "weights.pt")
+    fresh = WideDit()
+    fresh.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert same_bytes(fresh, twins.untouched)
+
+
+def test_memory_that_others_use_too_stays(twins: Twins) -> None:
+    shared = torch.ones(WIDTH, 2 * WIDTH)
+    one, other = nn.Parameter(shared, requires_grad=False), nn.Parameter(shared.view(-1), requires_grad=False)
+    own = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+    half = nn.Parameter(torch.ones(2 * WIDTH, WIDTH)[:WIDTH], requires_grad=False)
+    released = ReleasedWeights()
+    assert released.release([one, own, own, half]) == own.nbytes
+    one.mul_(2)
+    assert torch.equal(other, torch.full_like(other, 2))
+
+
+def test_a_tied_weight_stays_one_tensor() -> None:
+    module = WideDit()
+    module.body.weight = module.text_proj.weight
+    tied = Twins(module, release_weights=True)
+    generations(tied)
+    assert not mapped(tied.compiled.body.weight), "the loop reads it"
+    tied.both(lambda m: m.body.weight.data.mul_(2))
+    generations(tied)
+
+
+def test_without_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    twins = Twins(WideDit(), release_weights="disk")
+    generations(twins)
+    assert twins.report.bytes_released == 0
+    assert "No space left" in " ".join(twins.report.graphs[0].notes)
+    assert same_bytes(twins.compiled, twins.untouched)
+
+
+def test_an_exception_in_mid_loop_leaves_a_whole_model(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.fx.Interpreter, "call_function", broken)
+        twins.check(**inputs(5))
+    assert same_bytes(twins.compiled, twins.untouched)
+    generations(twins)
+
+
+def test_bad_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="release_weights='cpu' must be False, True or 'disk'"):
+        compile_denoiser(WideDit(), release_weights="cpu")
+    with pytest.raises(ValueError, match="is for denoisers on the CPU, and WideDit is on meta"):
+        compile_denoiser(WideDit().to("meta"), release_weights=True)
