@@ -115,8 +115,10 @@ def _show(found: dict[str, dict[str, float]], case: Case) -> None:
 def _markdown(found: dict[str, dict[str, float]], case: Case) -> str:
     lines = [f"| {' | '.join(row)} |" for row in (_HEADER, ["---"] * len(_HEADER), *_rows(found))]
     title = f"# Memory of a loop: {case.id} ({machine('cpu').describe()})"
-    words = "Written by `python -m bench.memory --markdown docs/memory.md`, one process a mode. Steps are timed one mode\n"
-    words += "after the other, so their ratio is rough."
+    words = (
+        "Written by `python -m bench.memory --markdown docs/memory.md`, one process a mode, one after the other, so\n"
+        "the ratio of their times is rough."
+    )
     return "\n\n".join([title, words, "\n".join(lines)]) + "\n"
 
 

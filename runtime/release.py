@@ -2,8 +2,9 @@
 
 Only the prologue and the schedule read them (modulation, timestep and text projections: a third of some models). A
 released weight lies in a file that is mapped into memory: the same tensor object over pages that the system reads when
-somebody asks, and that are dropped again when a hoisted stage has used them, one weight at a time. So nothing can read
-garbage: ``state_dict``, saving, copying, LoRA and ``.to()`` find the bytes they always found, and writes go to the file.
+somebody asks, and that are dropped again when a hoisted stage has used them, one weight at a time. So nothing can
+read garbage: ``state_dict``, saving, copying, LoRA and ``.to()`` find the bytes they always found, and writes go to
+the file. (A forked process shares the file: what it writes to a released weight, its parent sees.)
 
 The file has no name (it is unlinked as soon as it exists), so nobody can truncate or change it, and it goes with the
 last tensor in it. Its space is reserved before anything is changed. Pages that were read stay in the system's file

@@ -211,9 +211,9 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
         console.print(f"  fell back: {reason}", highlight=False)
     released = f", {human(denoiser.bytes_released)} of weights released" if denoiser.bytes_released else ""
     console.print(
-        f"  held now {human(denoiser.bytes_held)}{released}; {denoiser.cache_hits} hits, {denoiser.cache_misses} misses, "
-        f"{denoiser.cache_evictions} evictions; recompiles: {denoiser.recompiles}; "
-        f"graph breaks: {denoiser.graph_breaks}\n"
+        f"  held now {human(denoiser.bytes_held)}{released}; {denoiser.cache_hits} hits, "
+        f"{denoiser.cache_misses} misses, {denoiser.cache_evictions} evictions; "
+        f"recompiles: {denoiser.recompiles}; graph breaks: {denoiser.graph_breaks}\n"
     )
 
 
