@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .context import PassContext
 from .edit import call, same_layout, same_sizes
+from .effects import is_size
 
 aten = torch.ops.aten
 
@@ -150,7 +151,7 @@ def _selected_constant(node: fx.Node) -> fx.Node | None:
     if not isinstance(mask, fx.Node) or not isinstance(chosen, fx.Node) or not isinstance(other, fx.Node):
         return None
     for x, value, inverted in ((other, chosen, False), (chosen, other, True)):
-        number = _constant(value)
+        number = _constant(value, node.meta["val"].dtype)
         if number is None or not same_layout(x, node):
             continue
         where = call(node, aten.logical_not.default, mask) if inverted else mask
@@ -160,7 +161,7 @@ def _selected_constant(node: fx.Node) -> fx.Node | None:
 
 def _product_with_mask(node: fx.Node, context: PassContext) -> fx.Node | None:
     for x, factor in (node.args, node.args[::-1]):
-        if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node):
+        if not isinstance(x, fx.Node) or not isinstance(factor, fx.Node) or is_size(x) or is_size(factor):
             return None
         keep = factor.args[0] if factor.target is aten._to_copy.default else factor
         if not isinstance(keep, fx.Node) or keep.meta["val"].dtype != torch.bool or not same_layout(x, node):
@@ -188,15 +189,16 @@ def _broadcasts(shape: torch.Size, rest: torch.Size) -> bool:
 
 def _fill(node: fx.Node, x: fx.Node, wide: fx.Node, values: fx.Node) -> fx.Node:
     """A constant goes in as a number: ``masked_fill`` with a tensor would read it on the host."""
-    number = _constant(values)
+    number = _constant(values, node.meta["val"].dtype)
     if number is None:
         return call(node, aten.where.self, wide, values, x)
     return call(node, aten.masked_fill.Scalar, x, wide, number)
 
 
-def _constant(node: fx.Node) -> bool | int | float | complex | None:
-    """The number a 0-dim value is known to be: ``full([], 2.5)``, or a tensor the model wrote as a literal."""
-    if node.meta["val"].ndim:
+def _constant(node: fx.Node, dtype: torch.dtype) -> bool | int | float | None:
+    """The number a 0-dim value is known to be, as a tensor of ``dtype`` would hold it: ``full([], 2.5)``, or a tensor
+    the model wrote as a literal. A complex fill is none: it would lose the sign of a zero."""
+    if node.meta["val"].ndim or dtype.is_complex:
         return None
     number: Any = None
     if node.target is aten.full.default:
@@ -207,11 +209,11 @@ def _constant(node: fx.Node) -> bool | int | float | complex | None:
         number = int(node.target is aten.ones.default)
     with unset_fake_temporarily():  # Capture runs us under its fake mode; these are real numbers.
         if isinstance(number, (bool, int, float)):
-            return torch.tensor(number, dtype=node.meta["val"].dtype).item()
+            return torch.tensor(number, dtype=node.meta["val"].dtype).to(dtype).item()
         if node.target is aten.lift_fresh_copy.default and isinstance(node.args[0], fx.Node):
             literal = getattr(node.graph.owning_module, str(node.args[0].target), None)
             if node.args[0].op == "get_attr" and isinstance(literal, torch.Tensor) and literal.device.type == "cpu":
-                return literal.item()
+                return literal.to(dtype).item()
     return None
 
 

@@ -6,7 +6,8 @@ streams apart at their end and join them again at the next one's beginning).
 
 Legality: in a graph that writes none of its tensors, a value and its copy can only be told apart by the caller, so a
 copy that leaves the graph stays. The original must have the copy's layout, down to the offset in its memory, and be
-made in the graph: how an input lies in memory is not known, and kernels may round by it. Slices are recognised by where
+made in the graph: how an input lies in memory is not known, and kernels may round by it. Complex and lazily negated
+tensors are left alone, because their layout does not tell how they are read. Slices are recognised by where
 they lie: pieces of one tensor's memory, with its strides, each beginning where the last one ends.
 """
 
@@ -58,8 +59,15 @@ def _original(node: fx.Node) -> fx.Node | None:
 
 def _same_place(original: fx.Node, copy: fx.Node) -> bool:
     a, b = original.meta["val"], copy.meta["val"]
+    if _reads_otherwise(a) or _reads_otherwise(b):
+        return False
     known = all(isinstance(n, int) for n in (*a.shape, *b.shape, a.storage_offset()))
     return known and same_layout(original, copy) and a.storage_offset() == b.storage_offset()
+
+
+def _reads_otherwise(value: torch.Tensor) -> bool:
+    """Whether what is read may not be what lies in memory: a conjugate or a negative made by its readers."""
+    return value.is_complex() or value.is_neg()
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
@@ -75,7 +83,9 @@ def _covers(whole: fx.Node, pieces: list[fx.Node], dim: int) -> bool:
     x, position = whole.meta["val"], whole.meta["val"].storage_offset()
     for piece in pieces:
         value = piece.meta["val"]
-        same = storage_owner(piece) is storage_owner(whole) and value.dtype == x.dtype and value.stride() == x.stride()
+        if value.ndim != x.ndim or value.dtype != x.dtype or _reads_otherwise(value):
+            return False
+        same = storage_owner(piece) is storage_owner(whole) and value.stride() == x.stride()
         rest = [(s, r) for d, (s, r) in enumerate(zip(value.shape, x.shape, strict=True)) if d != dim]
         if not same or value.storage_offset() != position or any(s != r for s, r in rest):
             return False

@@ -26,6 +26,13 @@ def call(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
     return node
 
 
+def placeholder_for(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """An input of ``graph`` that stands for ``node``, under its very name (``Graph.placeholder`` may respell it)."""
+    placeholder = graph.create_node("placeholder", node.name, name=node.name)
+    placeholder.meta = dict(node.meta)
+    return placeholder
+
+
 def same_layout(a: fx.Node, b: fx.Node) -> bool:
     """Whether two tensors agree in shape, stride, dtype and device, so that one may stand for the other."""
     x, y = a.meta["val"], b.meta["val"]

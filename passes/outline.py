@@ -30,6 +30,7 @@ from torch.fx.node import map_arg
 from .context import PassContext
 from .cost import is_operation, tensor_bytes
 from .cse import call_key
+from .edit import placeholder_for
 from .effects import is_size, is_view, pinned_reason, view_base
 from .split import needed_nodes
 
@@ -249,8 +250,7 @@ def _extract(inputs: list[fx.Node], needed: set[fx.Node], outputs: list[fx.Node]
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        values[node] = graph.placeholder(node.name)
-        values[node].meta = dict(node.meta)
+        values[node] = placeholder_for(node, graph)
     for node in sorted(needed - set(inputs)):
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[n] for n in outputs))

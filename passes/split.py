@@ -23,7 +23,7 @@ from torch import fx
 from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .cut import choose_held, is_input
-from .edit import call
+from .edit import call, placeholder_for
 from .effects import pinned_reason, view_base
 
 
@@ -135,8 +135,7 @@ def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: 
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in gm.graph.nodes if n in needed and (n.op == "placeholder" or n in external)]
     for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
+        env[node] = placeholder_for(node, graph)
     for node in gm.graph.nodes:
         if node in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)

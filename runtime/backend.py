@@ -90,7 +90,9 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         argument = state.arguments[position] if position < len(state.arguments) else argument
     if argument.startswith("___"):  # A value on Dynamo's stack after a graph break: made by the model itself.
         return name, BindingTime.STEP
-    return argument, state.labels.get(argument, default_label(argument))
+    label = state.labels.get(argument, default_label(argument))
+    # An argument is no weight: only its bits tell whether it is the one it was.
+    return argument, BindingTime.REQUEST if label == BindingTime.MODEL else label
 
 
 def module_path(source: str) -> str:

@@ -101,7 +101,7 @@ class CompiledDenoiser:
         if not self._had_previous:
             del self.module._compiled_call_impl
         self.state.held.clear()
-        self.state.released.restore()
+        self.state.released.restore([*self.module.parameters(), *self.module.buffers()])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken or not self._applies():

@@ -22,12 +22,12 @@ import ctypes
 import functools
 import itertools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .cache import HeldValues
 
@@ -142,15 +142,19 @@ def _versions(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 class WeightsIdentity:
-    """Whether the weights that hoisted work reads are still those it read. Keeps none of them alive."""
+    """Whether the weights that hoisted work reads are still those it read.
+
+    Keeps none of them alive and puts nothing on them: a weak reference to a tensor would forbid
+    ``torch.utils.swap_tensors``.
+    """
 
     def __init__(self, forget: Callable[[torch.Tensor], None] = lambda weight: None) -> None:
         """``forget`` is called with a weight whose bytes have been read."""
         self.epoch = 0
-        self._forget_pages = forget
-        self._weights: list[weakref.ref[torch.Tensor]] = []
+        self._forget = forget
         self._contents: list[Hashable] = []
         self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._storages: list[StorageWeakRef] = []
 
     def check(self, weights: Sequence[torch.Tensor], *, deep: bool) -> list[int]:
         """Which weights changed since the last check; a change begins a new epoch.
@@ -164,25 +168,29 @@ class WeightsIdentity:
             Positions in ``weights``; at the first check all of them.
         """
         seen = _look(weights)
-        if seen == self._seen and self._weights and not deep and -1 not in seen[1]:
+        # While its memory lives, nothing else can lie at its address.
+        expired = [_expired(s.cdata) for s in self._storages]
+        if seen == self._seen and not any(expired) and not deep and -1 not in seen[1]:
             return []
-        known = [reference() for reference in self._weights] or [None] * len(weights)
-        contents = _contents(weights, self._forget_pages)
-        now, then = zip(*seen[1:], contents, strict=True), zip(*self._seen[1:], self._contents, strict=True)
-        same = [w is k and a == b for w, k, a, b in zip(weights, known, now, then, strict=False)]
+        contents = _contents(weights, self._forget)
+        now, then = zip(*seen, contents, strict=True), zip(*self._seen, self._contents, strict=True)
+        same = [a == b and not gone for a, b, gone in zip(now, then, expired, strict=False)]
         changed = [i for i in range(len(weights)) if i >= len(same) or not same[i]]
         self.epoch += bool(changed)
-        self._weights = [weakref.ref(w, self._forget) for w in weights]
-        self._contents, self._seen = contents, seen
+        self._contents = contents
+        self._remember(weights, seen)
         return changed
 
     def moved(self, weights: Sequence[torch.Tensor]) -> None:
         """Take the same weights at other places in memory for unchanged."""
-        self._seen = _look(weights)
+        self._remember(weights, _look(weights))
 
-    def _forget(self, _: object) -> None:
-        """A weight is gone, and its ``id`` may be given to another."""
-        self._seen = ([], *self._seen[1:])
+    def _remember(self, weights: Sequence[torch.Tensor], seen: tuple[list[int], list[int], list[int]]) -> None:
+        self._seen = seen
+        self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
+
+
+_expired = torch.UntypedStorage._expired
 
 
 def _look(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,33 +31,31 @@ from ..passes.effects import view_base
 LEAST_BYTES = 64 * 2**10
 """Smaller weights are not worth a page of their own."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 SUPPORTED = hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fallocate")
 """Whether this system (Linux) can drop mapped pages and reserve room for them."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in which mapping a released weight lies."""
+    """Where in which mapping a released weight lies. While the mapping is held, nothing else has its address."""
 
-    weight: weakref.ref[torch.Tensor]
-    address: int
     memory: mmap.mmap
     start: int
     length: int
 
 
 class ReleasedWeights:
-    """The released weights of one denoiser."""
+    """The released weights of one denoiser, by their addresses."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the weights that are released now."""
-        weights = (place.weight() for place in self._places.values())
-        places = (self._place(w) for w in weights if w is not None)
-        return sum(place.length for place in places if place is not None)
+    def bytes(self, weights: Iterable[torch.Tensor]) -> int:
+        """Bytes of those of ``weights`` that are released."""
+        places = {w.data_ptr(): self._place(w) for w in weights}
+        return sum(place.length for place in places.values() if place is not None)
 
     def release(self, weights: Sequence[torch.Tensor]) -> int:
         """Move those of ``weights`` that can be to a file; the others stay as they are.
@@ -81,7 +78,7 @@ class ReleasedWeights:
             memory = mmap.mmap(file.fileno(), ends[-1])
         for weight, start, length in zip(chosen, ends, lengths, strict=False):
             _move(weight, torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
-            self._places[id(weight)] = _Place(weakref.ref(weight), weight.data_ptr(), memory, start, length)
+            self._places[weight.data_ptr()] = _Place(memory, start, length)
             self.forget(weight)
         return sum(lengths)
 
@@ -91,19 +88,18 @@ class ReleasedWeights:
         if place is not None:
             place.memory.madvise(mmap.MADV_DONTNEED, place.start, place.length)
 
-    def restore(self) -> None:
-        """Bring every weight back into memory of its own."""
-        for weight in [place.weight() for place in self._places.values()]:
-            if weight is not None and self._place(weight) is not None:
+    def restore(self, weights: Iterable[torch.Tensor]) -> None:
+        """Bring ``weights`` back into memory of their own, and forget about all others."""
+        for weight in dict.fromkeys(weights):
+            if self._place(weight) is not None:
                 _move(weight, torch.empty(weight.untyped_storage().nbytes(), dtype=torch.uint8))
         self._places.clear()
 
     def _place(self, weight: torch.Tensor) -> _Place | None:
         """Where a weight lies, if it is where it was put: ``.to()`` and the like give it memory elsewhere."""
-        place = self._places.get(id(weight))
-        if place is None or place.weight() is not weight or place.address != weight.data_ptr():
+        if not self._places or weight.device.type != "cpu" or type(weight) not in _PLAIN:
             return None
-        return place
+        return self._places.get(weight.data_ptr())
 
 
 class StreamedStage:
@@ -135,7 +131,7 @@ class StreamedStage:
 
 
 def _can_be_released(weight: torch.Tensor) -> bool:
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.device.type != "cpu":
+    if type(weight) not in _PLAIN or weight.device.type != "cpu":
         return False
     if weight.layout != torch.strided or weight.is_inference() or weight.is_conj() or weight.is_neg():
         return False

@@ -140,7 +140,7 @@ def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
         recompiles=state.recompiles,
         graph_breaks=state.graph_breaks,
         bytes_held=state.held.bytes,
-        bytes_released=state.released.bytes,
+        bytes_released=state.released.bytes([*wrapper.module.parameters(), *wrapper.module.buffers()]),
         cache_hits=state.held.hits,
         cache_misses=state.held.misses,
         cache_evictions=state.held.evictions,

@@ -297,3 +297,78 @@ def test_a_dump_folder_that_cannot_be_written_disables_nothing(monkeypatch: pyte
     twins = Twins(TinyDit())
     twins.check(**tiny_inputs())
     assert len(twins.report.graphs) == 1
+
+
+class _Reads(nn.Module):
+    """A denoiser whose forward is a function of the latents, the timestep, the prompt and a mask."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, hidden_states: Any, timestep: Any, prompt: Any, mask: Any = None) -> Any:
+        return self.function(self.project, hidden_states, timestep, prompt, mask)
+
+
+def _fill(x: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+    x = x.clone()
+    x[mask] = value
+    return x
+
+
+def _joined(x: torch.Tensor, change: Any) -> torch.Tensor:
+    a, b = change(x).chunk(2, 1)
+    return torch.cat([change(a), change(b)], 1)
+
+
+COMPLEX = torch.randn(2, 4, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+REAL = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+BYTES = torch.arange(64, dtype=torch.uint8).view(2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda p, x, t, c, m: _joined(x * t, torch.conj) + p(c).sum(), COMPLEX),
+        (lambda p, x, t, c, m: _joined(x * t, torch._neg_view) + p(c).sum(), REAL),
+        (lambda p, x, t, c, m: torch.view_as_real((x * t).conj().resolve_conj()) + p(c).sum(), COMPLEX),
+        (lambda p, x, t, c, m: (_fill(x * t, m, -0.0), p(c).sum()), COMPLEX),
+        (lambda p, x, t, c, m: (torch.where(m[..., None], -0.0, x * t), p(c).sum()), COMPLEX),
+        (lambda p, x, t, c, m: torch.cat([(y := x * t)[:, :2], y[:, 2:], torch.empty(0)], 1) + p(c).sum(), REAL),
+        (lambda p, x, t, c, m: torch.where(m[..., None], torch.tensor(1e300, dtype=torch.float64), x) * t, REAL),
+        (lambda p, x, t, c, m: (torch.where(m[..., None], torch.tensor(300), x), p(c).sum() * t), BYTES),
+    ],
+    ids=["conj of conj", "neg of neg", "resolved", "complex -0.0", "where -0.0", "empty piece", "overflow", "wraps"],
+)
+def test_copies_and_fills_of_odd_tensors(function: Any, x: torch.Tensor) -> None:
+    twins = Twins(_Reads(function))
+    mask = torch.tensor([[True, False, True, False]] * 2)
+    for step in (2.0, 1.0):
+        twins.check(x, torch.tensor(step), torch.ones(3, 8), mask)
+
+
+def test_masks_of_dynamic_lengths_are_filled_in_place() -> None:
+    def attention(project: Any, x: Any, time: Any, prompt: Any, mask: Any) -> Any:
+        keys = project(prompt)
+        return ((x @ keys.mT) * time).masked_fill(mask[:, None], float("-inf")).softmax(-1) @ keys
+
+    twins = Twins(_Reads(attention))
+    for length in (4, 5, 6):
+        mask = torch.arange(length).expand(2, length) > 2
+        twins.check(REAL, torch.tensor(1.0), torch.randn(2, length, 8), mask)
+    assert twins.report.fallbacks == []
+
+
+def test_a_product_with_a_dynamic_size_or_a_python_timestep() -> None:
+    twins = Twins(_Reads(lambda p, x, t, c, m: x * x.shape[1] * t + p(c).sum()))
+    for tokens, time in ((4, 999), (5, 800), (6, 600)):
+        twins.check(torch.randn(2, tokens, 8), time, torch.ones(3, 8))
+
+
+def test_an_argument_called_a_weight_is_compared_by_its_bits() -> None:
+    twins = Twins(_Reads(lambda p, x, t, c, m: x + p(c).sum() * t), labels={"prompt": "model"})
+    prompt = torch.randn(3, 8)
+    for step in (3.0, 2.0, 1.0):
+        twins.check(REAL, torch.tensor(step), prompt)
+        prompt.numpy()[:] += 1
