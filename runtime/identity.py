@@ -155,6 +155,7 @@ class WeightsIdentity:
         self._contents: list[Hashable] = []
         self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._storages: list[StorageWeakRef] = []
+        self._storage_cdatas: list[int] = []
 
     def check(self, weights: Sequence[torch.Tensor], *, deep: bool) -> list[int]:
         """Which weights changed since the last check; a change begins a new epoch.
@@ -168,9 +169,9 @@ class WeightsIdentity:
             Positions in ``weights``; at the first check all of them.
         """
         seen = _look(weights)
-        # While its memory lives, nothing else can lie at its address.
-        expired = [_expired(s.cdata) for s in self._storages]
-        if seen == self._seen and not any(expired) and not deep and -1 not in seen[1]:
+        # While the memory of a weight lives, nothing else can lie at its address.
+        expired = list(map(_expired, self._storage_cdatas))
+        if seen == self._seen and True not in expired and not deep and -1 not in seen[1]:
             return []
         contents = _contents(weights, self._forget)
         now, then = zip(*seen, contents, strict=True), zip(*self._seen, self._contents, strict=True)
@@ -188,6 +189,7 @@ class WeightsIdentity:
     def _remember(self, weights: Sequence[torch.Tensor], seen: tuple[list[int], list[int], list[int]]) -> None:
         self._seen = seen
         self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
+        self._storage_cdatas = [s.cdata for s in self._storages]
 
 
 _expired = torch.UntypedStorage._expired
