@@ -24,7 +24,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -192,7 +192,7 @@ class WeightsIdentity:
         self._storage_cdatas = [s.cdata for s in self._storages]
 
 
-_expired = torch.UntypedStorage._expired
+_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 
 
 def _look(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
