@@ -20,14 +20,14 @@ from torch import fx
 
 from .context import PassContext
 from .edit import same_layout
-from .effects import is_view, pinned_reason, storage_owner
+from .effects import is_view, storage_owner, writes_argument
 
 aten = torch.ops.aten
 
 
 def eliminate_copies(gm: fx.GraphModule, context: PassContext) -> int:
     """Let originals stand for their copies, in place. Returns how many copies went."""
-    if any(pinned_reason(node) == "writes an argument" for node in gm.graph.nodes):
+    if any(map(writes_argument, gm.graph.nodes)):
         return 0
     (output,) = gm.graph.find_nodes(op="output")
     leaving = {storage_owner(node) for node in output.all_input_nodes}
@@ -48,7 +48,7 @@ def _original(node: fx.Node) -> fx.Node | None:
         assert isinstance(source, fx.Node)
         return source if _same_place(source, node) else None
     if node.target is aten.cat.default:
-        pieces = node.all_input_nodes  # Each once: had one come twice, the layouts would differ.
+        pieces = node.all_input_nodes  # Each once: had one come twice, they would not add up.
         dim = node.args[1] if len(node.args) > 1 else 0
         assert isinstance(dim, int)
         for whole in _viewed(pieces[0]):

@@ -31,6 +31,7 @@ from torch import fx
 from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .cost import tensor_bytes
+from .edit import needed_nodes
 from .effects import is_cast, is_size, is_view, view_base
 
 ROWS = 32
@@ -48,10 +49,10 @@ def choose_held(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, None]
     """The nodes whose values cross from one stage to a later one, in graph order."""
     held = _held_for_body(gm, context)
     for time in reversed(HOISTED):
-        for node in _needed([n for n in held if binding_time(n) == time], time):
-            for source in node.all_input_nodes:
-                if binding_time(source) != time:
-                    _demand(source, held)
+        earlier = {n for n in gm.graph.nodes if binding_time(n) != time}
+        # In graph order, since whether a cast is held depends on what is held already.
+        for node in sorted(needed_nodes([n for n in held if n not in earlier], earlier) & earlier):
+            _demand(node, held)
     return {node: None for node in gm.graph.nodes if node in held}
 
 
@@ -117,18 +118,6 @@ def _making(node: fx.Node, launch: int) -> float:
         return read + launch
     cheap = torch.Tag.pointwise in node.target.tags or node.target in _COPIES
     return read + written + launch if cheap else math.inf
-
-
-def _needed(outputs: list[fx.Node], time: BindingTime) -> set[fx.Node]:
-    """``outputs`` and what they are made of in their own stage."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed and binding_time(node) == time:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
 
 
 def _demand(node: fx.Node, held: set[fx.Node]) -> None:

@@ -1,4 +1,4 @@
-"""Building nodes whose metadata is as complete as that of traced ones."""
+"""Building nodes whose metadata is as complete as that of traced ones, and parts of graphs."""
 
 from __future__ import annotations
 
@@ -53,3 +53,16 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
     name = type(gm).__name__  # A captured lambda's is no name Python could read back.
     return fx.GraphModule(gm, graph, class_name=name if name.isidentifier() else "Graph")
+
+
+def needed_nodes(outputs: list[fx.Node], external: set[fx.Node]) -> set[fx.Node]:
+    """Everything ``outputs`` read, up to graph inputs and the ``external`` values, these included."""
+    needed: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in external:
+                stack.extend(node.all_input_nodes)
+    return needed

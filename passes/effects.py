@@ -139,11 +139,16 @@ def storage_owner(node: fx.Node) -> fx.Node:
     return base
 
 
+def writes_argument(node: fx.Node) -> bool:
+    """Whether the call writes an argument in place, whoever defined the operator."""
+    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+
+
 def written_memory(node: fx.Node) -> fx.Node:
     """The owner of the memory that a call writing its first argument in place writes, through earlier writes."""
     while True:
         owner = storage_owner(node)
-        if pinned_reason(owner) != "writes an argument":
+        if not writes_argument(owner):
             return owner
         node = owner.all_input_nodes[0]
 
@@ -166,7 +171,7 @@ def pinned_reason(node: fx.Node) -> str | None:
         return "collective"
     if target.namespace not in _TRUSTED_NAMESPACES:
         return "custom operator"
-    if target._schema.is_mutable:
+    if writes_argument(node):
         return "writes an argument"
     if is_random(node):
         return "random"

@@ -56,9 +56,9 @@ from . import operators as operators  # Registers dithoist::index_fill_ and the 
 from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .dead_code import eliminate_dead_code
-from .edit import copy_graph, same_layout
+from .edit import copy_graph, needed_nodes, same_layout
 from .effects import view_base
-from .split import Program, Stage, needed_nodes
+from .split import Program, Stage
 
 aten = torch.ops.aten
 

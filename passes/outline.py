@@ -30,9 +30,8 @@ from torch.fx.node import map_arg
 from .context import PassContext
 from .cost import is_operation, tensor_bytes
 from .cse import call_key
-from .edit import placeholder_for
-from .effects import is_size, is_view, pinned_reason, view_base
-from .split import needed_nodes
+from .edit import needed_nodes, placeholder_for
+from .effects import is_size, is_view, pinned_reason, view_base, writes_argument
 
 MIN_REPEATS = 3
 MIN_OPERATIONS = 12
@@ -77,7 +76,7 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         dynamic = isinstance(value, torch.Tensor) and not all(isinstance(s, int) for s in value.shape)
-        if dynamic or is_size(node) or pinned_reason(node) == "writes an argument":
+        if dynamic or is_size(node) or writes_argument(node):
             return []
         if is_view(node) and len(node.all_input_nodes) != 1:
             return []

@@ -23,7 +23,7 @@ from torch import fx
 from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .cut import choose_held, is_input
-from .edit import call, placeholder_for
+from .edit import call, needed_nodes, placeholder_for
 from .effects import pinned_reason, view_base
 
 
@@ -151,16 +151,3 @@ def _sources(nodes: list[fx.Node]) -> tuple[str, ...]:
     """Graph inputs, weights aside, that ``nodes`` depend on."""
     found = (n for n in needed_nodes(nodes, set()) if n.op == "placeholder")
     return tuple(n.name for n in sorted(found) if binding_time(n) != BindingTime.MODEL)
-
-
-def needed_nodes(outputs: list[fx.Node], external: set[fx.Node]) -> set[fx.Node]:
-    """Everything ``outputs`` read, up to graph inputs and the held values of other stages."""
-    needed: set[fx.Node] = set()
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            if node not in external:
-                stack.extend(node.all_input_nodes)
-    return needed

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .binding_time import BindingTime
-from .effects import pinned_reason, storage_owner, written_memory
+from .effects import pinned_reason, storage_owner, writes_argument, written_memory
 from .split import Program, Stage
 
 
@@ -78,7 +78,7 @@ def _verify_writes(body: Stage, available: set[str]) -> None:
         if name not in available:
             raise VerificationError(f"in the lowered body: {name} is not known")
     for node in body.module.graph.nodes:
-        if pinned_reason(node) == "writes an argument":
+        if writes_argument(node):
             owner = written_memory(node)
             if owner.op != "call_function":
                 raise VerificationError(f"in the lowered body: {node.name} writes {owner.name}, which is not its own")

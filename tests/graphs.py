@@ -12,7 +12,7 @@ from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 
-from dithoist.passes import BindingTime, PassContext
+from dithoist.passes import BindingTime, PassContext, eliminate_dead_code
 from dithoist.runtime.cache import HeldValues
 from dithoist.runtime.staged import GraphInput, StagedGraph
 
@@ -36,6 +36,17 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> 
     with torch.no_grad(), dynamo_config.patch(capture_dynamic_output_shape_ops=True):
         torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     (gm,) = found
+    return gm
+
+
+def rewritten(
+    run: Callable[[fx.GraphModule, PassContext], int], function: Callable[..., Any], *args: Any
+) -> fx.GraphModule:
+    """The graph of ``function`` after one pass, without what that left unread."""
+    gm = capture(function, *args)
+    run(gm, context())
+    eliminate_dead_code(gm, context())
+    gm.recompile()
     return gm
 
 

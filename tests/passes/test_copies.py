@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from graphs import capture, context, text
+from graphs import context, rewritten, text
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from dithoist.passes import eliminate_copies, eliminate_dead_code
+from dithoist.passes import eliminate_copies
 from dithoist.passes.printing import format_graph
 
 X = torch.arange(12.0).view(3, 4)
 
 
-def without_copies(function, *args: torch.Tensor) -> torch.fx.GraphModule:  # type: ignore[no-untyped-def]
-    gm = capture(function, *args)
-    eliminate_copies(gm, context())
-    eliminate_dead_code(gm, context())
-    gm.recompile()
-    return gm
+without_copies = functools.partial(rewritten, eliminate_copies)
 
 
 def test_dropout_in_eval_mode_copies_nothing() -> None:
@@ -92,3 +89,20 @@ def test_a_graph_that_writes_keeps_its_copies() -> None:
     gm = make_fx(writes, tracing_mode="fake")(X.clone())
     assert eliminate_copies(gm, context()) == 0
     assert any(n.target is torch.ops.aten.clone.default for n in gm.graph.nodes)
+
+
+@torch.library.custom_op("dithoist_tests::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def test_a_custom_operator_that_writes_is_seen() -> None:
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        original = x.sin()
+        kept = original.clone()
+        double_(original)
+        return kept.cos() + original
+
+    gm = make_fx(writes, tracing_mode="fake")(X)
+    assert eliminate_copies(gm, context()) == 0
+    assert torch.equal(gm(X), writes(X))

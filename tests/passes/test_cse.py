@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from graphs import capture, context, text
+import functools
 
-from dithoist.passes import eliminate_common_subexpressions, eliminate_dead_code
+import torch
+from graphs import rewritten, text
+
+from dithoist.passes import eliminate_common_subexpressions
 from dithoist.passes.printing import format_graph
 
-
-def merged(function, *args: torch.Tensor) -> torch.fx.GraphModule:  # type: ignore[no-untyped-def]
-    gm = capture(function, *args)
-    eliminate_common_subexpressions(gm, context())
-    eliminate_dead_code(gm, context())
-    gm.recompile()
-    return gm
+merged = functools.partial(rewritten, eliminate_common_subexpressions)
 
 
 def test_equal_calls_become_one() -> None:
