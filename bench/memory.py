@@ -11,14 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +22,7 @@ from dithoist import compile_denoiser, report
 
 from .cases import Case
 from .machine import machine
+from .peak import elsewhere, warm_generation
 from .workload import load
 
 DEFAULT = Case("qwen-image", tokens=64, steps=8, blocks=28)
@@ -38,7 +35,6 @@ MODES: Mapping[str, dict[str, Any] | None] = {
 """How the denoiser is compiled (back end ``eager``, so that compiled code takes no room); ``None``: not at all."""
 
 
-@torch.no_grad()
 def measure(case: Case, mode: str) -> dict[str, float]:
     """Peak resident bytes of the third generation, median seconds of its steps, bytes of all weights and released."""
     where = machine("cpu")
@@ -46,15 +42,7 @@ def measure(case: Case, mode: str) -> dict[str, float]:
     module, options = workload.module, MODES[mode]
     if options is not None:
         compile_denoiser(module, backend="eager", **options)
-    for seed in range(3):
-        calls = workload.calls(seed)
-        where.reset_peak()
-        times = []
-        for call in calls:
-            start = time.perf_counter()
-            module(**call)
-            times.append(time.perf_counter() - start)
-    peak = where.peak()
+    peak, times = warm_generation(module, workload, where)
     released = report(module).denoisers[0].bytes_released if options is not None else 0
     weights = sum(p.nbytes for p in module.parameters())
     return {"peak": peak, "step": statistics.median(times), "weights": weights, "released": released}
@@ -71,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.mode:
         print(json.dumps(measure(options.case, options.mode)))
         return 0
-    found = {}
-    for mode in MODES:
-        command = [sys.executable, "-m", f"{__package__}.memory", "--case", options.case.id, "--mode", mode]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[mode] = json.loads(done.stdout.strip().splitlines()[-1])
+    found = {mode: elsewhere("memory", ["--case", options.case.id, "--mode", mode]) for mode in MODES}
     _show(found, options.case)
     if options.json:
         options.json.write_text(json.dumps({"case": options.case.id, "modes": found}, indent=2))

@@ -13,10 +13,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from . import variants
 from .cases import Case
@@ -26,18 +28,27 @@ from .workload import Workload, load
 _WARM = 2
 
 
-@torch.no_grad()
 def peak(workload: Workload, variant: str, where: Machine) -> int:
     """Most bytes in use during the third generation; each has a new prompt."""
-    module = variants.build(variant, workload.module)
-    for seed in range(_WARM + 1):
-        calls = workload.calls(seed)
-        if seed == _WARM:
-            where.reset_peak()
-        for call in calls:
+    return warm_generation(variants.build(variant, workload.module), workload, where)[0]
+
+
+@torch.no_grad()
+def warm_generation(module: nn.Module, workload: Workload, where: Machine) -> tuple[int, list[float]]:
+    """Most bytes in use during the third generation, and the seconds of its steps; each has a new prompt."""
+    for seed in range(_WARM):
+        for call in workload.calls(seed):
             module(**call)
-        where.synchronise()
-    return where.peak()
+    calls = workload.calls(_WARM)
+    where.synchronise()
+    where.reset_peak()
+    stopwatch = where.stopwatch()
+    stopwatch.mark()
+    for call in calls:
+        module(**call)
+        stopwatch.mark()
+    laps = stopwatch.laps()
+    return where.peak(), laps
 
 
 def peak_elsewhere(case: Case, variant: str, device: str, cache: Path | None = None) -> int:
@@ -52,13 +63,23 @@ def peak_elsewhere(case: Case, variant: str, device: str, cache: Path | None = N
     Raises:
         RuntimeError: the process failed; the message is its last line.
     """
-    command = [sys.executable, "-m", f"{__package__}.peak", case.id, variant, "--device", device]
-    environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {}
+    return int(elsewhere("peak", [case.id, variant, "--device", device], environment)["peak"])
+
+
+def elsewhere(program: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The line of JSON that a program of this package prints last, run in a process of its own.
+
+    Raises:
+        RuntimeError: the process failed; the message is its last line.
+    """
+    command = [sys.executable, "-m", f"{__package__}.{program}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}))
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise RuntimeError(said[-1] if said else f"exit code {done.returncode}")
-    return int(json.loads(done.stdout.strip().splitlines()[-1])["peak"])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

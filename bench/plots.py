@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .cases import Case, series
-from .results import CaseResult, Run
+from .results import CaseResult, Run, VariantResult
 from .variants import OURS, PLAIN
 
 _MARKERS = "osD^v<>P*X"
@@ -73,12 +74,7 @@ def _steps(axes: Any, run: Run) -> None:
 
 def _tokens(axes: Any, run: Run) -> None:
     groups = _series(run, "tokens")
-    for marker, group in zip(_MARKERS, groups, strict=False):
-        for name in (PLAIN, OURS):
-            known = [r for r in group if name in r.variants]
-            times = [1e3 * statistics.median(r.variants[name].steps) for r in known]
-            label = f"{group[0].case.family} {name}"
-            axes.plot([r.case.tokens for r in known], times, f"{marker}-", label=label)
+    _lines(axes, groups, (PLAIN, OURS), lambda r: r.case.tokens, lambda v: 1e3 * statistics.median(v.steps))
     if groups:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -89,14 +85,25 @@ def _tokens(axes: Any, run: Run) -> None:
 
 def _depth(axes: Any, run: Run) -> None:
     groups = _series(run, "blocks")
-    for marker, group in zip(_MARKERS, groups, strict=False):
-        for name in (PLAIN, "regional", OURS):
-            known = [r for r in group if name in r.variants]
-            times = [r.variants[name].first_call for r in known]
-            axes.plot([r.depth for r in known], times, f"{marker}-", label=f"{group[0].case.family} {name}")
+    _lines(axes, groups, (PLAIN, "regional", OURS), lambda r: r.depth, lambda v: v.first_call)
     axes.set_xlabel("repeated blocks")
     axes.set_ylabel("seconds, first call")
     _finish(axes, "cold compile", bool(groups))
+
+
+def _lines(
+    axes: Any,
+    groups: list[list[CaseResult]],
+    names: Sequence[str],
+    x: Callable[[CaseResult], float],
+    y: Callable[[VariantResult], float],
+) -> None:
+    """A line for each group and variant, through the cases that have the variant."""
+    for marker, group in zip(_MARKERS, groups, strict=False):
+        for name in names:
+            known = [r for r in group if name in r.variants]
+            times = [y(r.variants[name]) for r in known]
+            axes.plot([x(r) for r in known], times, f"{marker}-", label=f"{group[0].case.family} {name}")
 
 
 def _finish(axes: Any, title: str, any_case: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..passes import TIMES, BindingTime
 from .explanation import Explanation, TimeWork
@@ -13,6 +14,17 @@ _SHARES: dict[str, Callable[[TimeWork], int]] = {
     "FLOPs": lambda row: row.flops,
     "parameters read": lambda row: row.parameters_last_read,
 }
+
+
+def draw_shares(axes: Any, bars: Sequence[tuple[str, Mapping[str, float]]]) -> None:
+    """A horizontal bar each, the first on top, of shares by binding time (the same times in every bar)."""
+    left = [0.0] * len(bars)
+    for label in (t.label for t in TIMES if t.label in bars[0][1]):
+        widths = [100 * shares[label] for _, shares in bars]
+        title = "step (body)" if label == BindingTime.STEP.label else label
+        axes.barh([name for name, _ in bars], widths, left=left, label=title)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
 
 
 def draw(found: Explanation, path: Path) -> None:
@@ -27,16 +39,11 @@ def draw(found: Explanation, path: Path) -> None:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     shares, held = figure.subplots(1, 2, width_ratios=(3, 2))
-    left = [0.0] * len(_SHARES)
-    for time in TIMES:
-        row = found.by_time.get(time.label)
-        if row is not None:
-            totals = [max(1, sum(map(amount, found.by_time.values()))) for amount in _SHARES.values()]
-            widths = [100 * amount(row) / total for amount, total in zip(_SHARES.values(), totals, strict=True)]
-            title = "step (body)" if time == BindingTime.STEP else time.label
-            shares.barh(list(_SHARES), widths, left=left, label=title)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    shares.invert_yaxis()
+    bars = []
+    for title, amount in _SHARES.items():
+        total = max(1, sum(map(amount, found.by_time.values())))
+        bars.append((title, {label: amount(row) / total for label, row in found.by_time.items()}))
+    draw_shares(shares, bars)
     shares.set_xlabel("share, %")
     shares.set_title(f"{found.name}: when the work runs", fontsize=10)
     shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5, fontsize=8)

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ..models.small import build_pipeline, example_call
 from ..passes import TIMES
+from .chart import draw_shares
 from .pipeline import compile_pipeline
 from .report import Report, report
 
@@ -189,13 +190,7 @@ def _draw(outcomes: dict[str, list[Outcome]], path: Path) -> None:
         for name, found in outcomes.items()
         for title, amount in _AMOUNTS.items()
     ]
-    left = [0.0] * len(bars)
-    for time_label in (t.label for t in TIMES):
-        widths = [100 * shares.get(time_label, 0.0) for _, shares in bars]
-        title = "step (body)" if time_label == "step" else time_label
-        axes[0].barh([label for label, _ in bars], widths, left=left, label=title)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes[0].invert_yaxis()
+    draw_shares(axes[0], bars)
     axes[0].set_xlabel("share of what every step did before, %")
     axes[0].set_title("when the work runs now")
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=8)
@@ -225,10 +220,10 @@ _AMOUNTS: dict[str, Callable[[Any], int]] = {
 
 def _shares(found: Report | None, amount: Callable[[Any], int]) -> dict[str, float]:
     assert found is not None
-    totals: dict[str, int] = {}
+    totals = {t.label: 0 for t in TIMES}
     for denoiser in found.denoisers:
         for graph in denoiser.graphs:
             for label, row in graph.by_time.items():
-                totals[label] = totals.get(label, 0) + amount(row)
+                totals[label] += amount(row)
     whole = sum(totals.values()) or 1
     return {label: total / whole for label, total in totals.items()}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import json
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..passes import BindingTime
 from ..passes.binding_time import HOISTED
-from .report import human
+from .report import Printable, human
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class HoistedWork:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Printable):
     """What :func:`dithoist.explain` returns. ``str()`` prints tables.
 
     Attributes:
@@ -136,18 +132,9 @@ class Explanation:
     def _row(self, time: BindingTime) -> TimeWork:
         return self.by_time.get(time.label, TimeWork(0, 0, 0, 0, 0, 0))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole tree as plain dictionaries and lists."""
-        return dataclasses.asdict(self)
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """The whole tree as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=112, record=True)
+    def _tables(self, console: Console) -> None:
+        """The work by binding time, what could be released, and the largest hoisted work."""
         _print(console, self)
-        return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
 
 def _print(console: Console, found: Explanation) -> None:

@@ -106,28 +106,34 @@ class StreamedStage:
     """A hoisted stage that drops the pages of each weight as soon as nothing in it reads the weight any more."""
 
     def __init__(self, gm: fx.GraphModule, forget: Callable[[torch.Tensor], None]) -> None:
-        self._gm = gm
-        self._forget = forget
+        self.gm = gm
+        self.forget = forget
         last_reader = {view_base(s): node for node in gm.graph.nodes for s in node.all_input_nodes}
         inputs = gm.graph.find_nodes(op="placeholder")
-        self._done: dict[fx.Node, list[int]] = {}
+        self.done: dict[fx.Node, list[int]] = {}
         for i, node in enumerate(inputs):
             if node in last_reader:
-                self._done.setdefault(last_reader[node], []).append(i)
+                self.done.setdefault(last_reader[node], []).append(i)
 
     def __call__(self, *args: Any) -> Any:
         """What the graph returns."""
-        done, forget = self._done, self._forget
+        return _Streamed(self, args).run(*args, enable_io_processing=False)
 
-        class Streamed(fx.Interpreter):
-            def run_node(self, n: fx.Node) -> Any:
-                result = super().run_node(n)
-                for i in done.get(n, ()):
-                    if isinstance(args[i], torch.Tensor):
-                        forget(args[i])
-                return result
 
-        return Streamed(self._gm).run(*args, enable_io_processing=False)
+class _Streamed(fx.Interpreter):
+    """One run of a :class:`StreamedStage`."""
+
+    def __init__(self, stage: StreamedStage, inputs: tuple[Any, ...]) -> None:
+        super().__init__(stage.gm)
+        self._stage = stage
+        self._inputs = inputs
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        for i in self._stage.done.get(n, ()):
+            if isinstance(self._inputs[i], torch.Tensor):
+                self._stage.forget(self._inputs[i])
+        return result
 
 
 def _can_be_released(weight: torch.Tensor) -> bool:

@@ -84,10 +84,8 @@ class DenoiserReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What :func:`report` returns. ``str()`` prints tables."""
-
-    denoisers: list[DenoiserReport]
+class Printable:
+    """A dataclass for people (``str()``) and for programs."""
 
     def to_dict(self) -> dict[str, Any]:
         """The whole tree as plain dictionaries and lists."""
@@ -96,6 +94,22 @@ class Report:
     def to_json(self, indent: int | None = 2) -> str:
         """The whole tree as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def _tables(self, console: Console) -> None:
+        """Print tables."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=112, record=True)
+        self._tables(console)
+        return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
+
+
+@dataclass(frozen=True)
+class Report(Printable):
+    """What :func:`report` returns. ``str()`` prints tables."""
+
+    denoisers: list[DenoiserReport]
 
     def graph(self) -> str:
         """Every graph, one line a node, each with the time when its value is first known."""
@@ -106,11 +120,10 @@ class Report:
         ]
         return "\n\n".join(parts)
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=112, record=True)
+    def _tables(self, console: Console) -> None:
+        """A table for each graph, and what was released, held and fell back."""
         for denoiser in self.denoisers:
             _print_denoiser(console, denoiser)
-        return "\n".join(line.rstrip() for line in console.export_text().rstrip().splitlines())
 
 
 def report(target: Any) -> Report:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
 
-from .spec import HEADS, ROPE, Denoiser, Draw
+from .spec import HEADS, KANDINSKY, Denoiser, Draw
 
 # Length of the sound, in latents.
 _SOUND = 6
@@ -212,20 +212,7 @@ DENOISERS: Mapping[str, Denoiser] = {
     "ltx-2": Denoiser("LTX2VideoTransformer3DModel", _LTX, _ltx_request, _ltx_step, blocks=("num_layers",)),
     "kandinsky-6": Denoiser(
         "Kandinsky6Transformer3DModel",
-        {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "in_text_dim": 40,
-            "in_text_dim2": 24,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-            "axes_dims": ROPE,
-            "in_audio_dim": 4,
-            "out_audio_dim": 4,
-        },
+        {**KANDINSKY, "in_visual_dim": 4, "out_visual_dim": 4, "in_audio_dim": 4, "out_audio_dim": 4},
         _kandinsky_request,
         _kandinsky_step,
         blocks=("num_visual_blocks",),

@@ -204,3 +204,15 @@ HEADS: Mapping[str, int] = {"attention_head_dim": 16, "num_attention_heads": 2}
 
 ROPE = (4, 6, 6)
 """How such a head's width is divided into rotary axes."""
+
+KANDINSKY: Mapping[str, Any] = {
+    "in_text_dim": 40,
+    "in_text_dim2": 24,
+    "time_dim": 16,
+    "model_dim": 32,
+    "ff_dim": 64,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": ROPE,
+}
+"""What Kandinsky 5 and 6 have in common."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed, get_3d_rotary_pos_embed_allegro
 
-from .spec import HEADS, ROPE, Denoiser, Draw, no_request, video_step
+from .spec import HEADS, KANDINSKY, ROPE, Denoiser, Draw, no_request, video_step
 
 
 def _frames_first(d: Draw) -> torch.Tensor:
@@ -229,16 +229,7 @@ DENOISERS: Mapping[str, Denoiser] = {
     ),
     "kandinsky-5": Denoiser(
         "Kandinsky5Transformer3DModel",
-        {
-            "in_text_dim": 40,
-            "in_text_dim2": 24,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 64,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-            "axes_dims": ROPE,
-        },
+        KANDINSKY,
         _kandinsky_request,
         _kandinsky_step,
         blocks=("num_visual_blocks",),
