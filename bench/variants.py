@@ -19,6 +19,7 @@ VARIANTS: dict[str, Callable[[Any], object]] = {
     "regional": lambda module: _compile_repeated_blocks(module),
     "dithoist-eager": lambda module: compile_denoiser(module, backend="eager"),
     OURS: lambda module: compile_denoiser(module, backend="inductor"),
+    "dithoist-fast": lambda module: compile_denoiser(module, backend="inductor", numerics="fast"),
 }
 """Each compiles a module in place."""
 

@@ -14,6 +14,9 @@ in bytes:
   `LAUNCH`, for the next picture of the same prompt). So modulation vectors are held, being small and made from large
   weights, and the first block's modulated text is not.
 
+If what is held at once (request values and one row) is more than ``context.max_held_bytes``, holding gets dearer and
+products may be made again, until it fits. Values that the body could have been given and makes again are noted.
+
 Between two hoisted stages only views, sizes and casts are made again.
 
 Legality: what is made again is pure (it is hoisted work) and reads only held values and graph inputs, so it gives the
@@ -30,9 +33,9 @@ from torch import fx
 
 from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
-from .cost import tensor_bytes
+from .cost import node_flops, tensor_bytes
 from .edit import needed_nodes
-from .effects import is_cast, is_size, is_view, view_base
+from .effects import host_read, is_cast, is_size, is_view, view_base
 
 ROWS = 32
 """Steps a schedule is taken to have: as many rows of a schedule value are held."""
@@ -42,12 +45,17 @@ LAUNCH = 2**16
 
 EXPANSION = 4
 
+FLOPS_PER_BYTE = 16
+"""Arithmetic that takes as long as moving one byte, where products have to be made again."""
+
+_MAX_PRICE = 2.0**40
 _COPIES = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default, torch.ops.aten.clone.default})
 
 
 def choose_held(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, None]:
     """The nodes whose values cross from one stage to a later one, in graph order."""
-    held = _held_for_body(gm, context)
+    held = _held_within_limit(gm, context)
+    _note_refused(gm, held, context)
     for time in reversed(HOISTED):
         earlier = {n for n in gm.graph.nodes if binding_time(n) != time}
         # In graph order, since whether a cast is held depends on what is held already.
@@ -61,8 +69,28 @@ def is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _held_for_body(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
-    """The values on the edges of a minimum cut.
+def _held_within_limit(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
+    price = 1.0
+    held = _held_for_body(gm, context, price)
+    while context.max_held_bytes is not None and tensor_bytes(held) > context.max_held_bytes and price < _MAX_PRICE:
+        price *= 4
+        held = _held_for_body(gm, context, price)
+    return held
+
+
+def _note_refused(gm: fx.GraphModule, held: set[fx.Node], context: PassContext) -> None:
+    """Say which values known before the loop the body makes again, cheap ones apart."""
+    body = [n for n in gm.graph.nodes if n.op == "output" or binding_time(n) == BindingTime.STEP]
+    for node in dict.fromkeys(view_base(source) for n in body for source in n.all_input_nodes):
+        hoisted = binding_time(node) != BindingTime.STEP and not is_input(node) and node not in held
+        size = tensor_bytes([node])
+        if hoisted and size > LAUNCH and not is_size(node) and not is_cast(node):
+            step = " a step" if _rows(node) > 1 else ""
+            context.note("cut", f"{node.name} ({size:,} bytes{step}) is made again in the body: dearer to hold")
+
+
+def _held_for_body(gm: fx.GraphModule, context: PassContext, price: float) -> set[fx.Node]:
+    """The values on the edges of a minimum cut, with holding at ``price`` times its bytes.
 
     Each hoisted value is an edge from its making to its use, as wide as it costs to hold. Making hangs on the source
     by an edge as wide as it costs to make it again; wires, and uses in the body, are endless.
@@ -76,8 +104,9 @@ def _held_for_body(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        network.add_edge((node, "make"), (node, "use"), capacity=_holding(node, read_by_body))
-        making = _making(node, 0 if context.compiles else LAUNCH)
+        holding = _holding(node, read_by_body) * (1 if is_input(node) else price)
+        network.add_edge((node, "make"), (node, "use"), capacity=holding)
+        making = _making(node, 0 if context.compiles else LAUNCH, anything=price > 1)
         network.add_edge("known", (node, "make"), capacity=making)
         for source in node.all_input_nodes if making < math.inf else ():
             network.add_edge((source, "use"), (node, "make"))
@@ -106,9 +135,9 @@ def _holding(node: fx.Node, read_by_body: set[fx.Node]) -> float:
     return tensor_bytes([node]) * _rows(node)
 
 
-def _making(node: fx.Node, launch: int) -> float:
-    if is_input(node):
-        return math.inf  # It is known; nobody makes it.
+def _making(node: fx.Node, launch: int, *, anything: bool) -> float:
+    if is_input(node) or host_read(node):
+        return math.inf  # It is known and nobody makes it, or the loop would wait for it.
     if is_view(node) or is_size(node) or is_cast(node) or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     if binding_time(node) == BindingTime.REQUEST_SCHEDULE:
@@ -117,7 +146,9 @@ def _making(node: fx.Node, launch: int) -> float:
     if written > EXPANSION * read:
         return read + launch
     cheap = torch.Tag.pointwise in node.target.tags or node.target in _COPIES
-    return read + written + launch if cheap else math.inf
+    if cheap or anything:
+        return read + written + launch + node_flops(node) / FLOPS_PER_BYTE
+    return math.inf
 
 
 def _demand(node: fx.Node, held: set[fx.Node]) -> None:

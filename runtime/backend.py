@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from ..models.families import default_label
 from ..passes import BindingTime, PassContext
 from . import env
+from .device_schedule import ScheduleMismatch
 from .settings import Settings
 from .staged import GraphInput, StagedGraph
 from .state import DenoiserState, log
@@ -115,11 +116,13 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
                 labels,
                 in_place=state.settings.backend == "eager",
                 compiles=state.settings.backend == "inductor",
+                max_held_bytes=state.held.max_bytes,
                 verify=env.verify(),
                 dump=_dumper(state),
             ),
-            generation=state.generation,
+            loop=state.loop,
             released=state.released if state.settings.release_weights else None,
+            fast=state.settings.numerics == "fast",
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
@@ -177,6 +180,8 @@ class _Guarded:
             random_state = torch.get_rng_state() if self._staged.draws else None
             try:
                 return self._staged(args)
+            except ScheduleMismatch:  # Of earlier steps: running this one as it was would not mend them.
+                raise
             except Exception as error:
                 if random_state is not None:
                     torch.set_rng_state(random_state)

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from ..models.families import argument_labels
 from . import env
 from .backend import forward_arguments, make_backend
-from .settings import Backend, Settings, parse_labels, suggest_arguments
+from .loop import Loop
+from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
 from .state import DenoiserState
 
 DYNAMO_CONFIG = {
@@ -157,11 +158,11 @@ def prepare_denoiser(
     name: str,
     settings: Settings,
     labels: dict[str, str] | None = None,
-    generation: Callable[[], object] = lambda: None,
+    loop: Loop | None = None,
 ) -> CompiledDenoiser:
     """Check everything about ``module`` and make its wrapper, without touching the module.
 
-    ``generation`` gives an object that is another one in each generation, if somebody knows.
+    ``loop`` says what is known of the loop around the module.
 
     Raises:
         TypeError: ``module`` is no ``nn.Module``.
@@ -180,7 +181,7 @@ def prepare_denoiser(
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, generation)
+    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, loop)
     return CompiledDenoiser(module, state)
 
 
@@ -190,6 +191,7 @@ def compile_denoiser(
     labels: dict[str, str] | None = None,
     *,
     backend: Backend = "inductor",
+    numerics: Numerics = "exact",
     dynamic: bool | None = None,
     strict: bool = False,
     release_weights: bool | str = False,
@@ -204,6 +206,8 @@ def compile_denoiser(
             costs speed, never a number.
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched module) or
             anything else ``torch.compile`` accepts.
+        numerics: ``"exact"``, or ``"fast"``: all rows of a schedule are made as one batch, so that modulation weights
+            are read once a picture instead of once a step; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
         release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
@@ -218,7 +222,7 @@ def compile_denoiser(
         TypeError: ``module`` is no module, or ``backend`` neither a name nor a callable.
         ValueError: an option or label that does not exist; the message names the close ones.
     """
-    settings = Settings(backend, dynamic, strict, release_weights, max_cached_bytes)
+    settings = Settings(backend, numerics, dynamic, strict, release_weights, max_cached_bytes)
     replace_denoisers([prepare_denoiser(module, type(module).__name__, settings, labels)])
     return module
 

@@ -9,7 +9,7 @@
   - On an accelerator reading the bits would make the host wait, so a tensor is the same if it is the same
     object with the same version counter; the object is held, so its ``id`` cannot be recycled. A tensor
     without a version counter is never the same. Writes that bypass the counter are not seen: a documented
-    limit. A timestep is read (one wait at each call).
+    limit. What a timestep is, the scheduler says (:mod:`dithoist.runtime.device_schedule`).
 
 * :class:`WeightsIdentity` notices changed weights: another object, version counter or data pointer at every
   call, and at the start of each generation a hash of the bytes, because LoRA fusing writes through ``.data``,
@@ -65,18 +65,26 @@ def _small_token(value: torch.Tensor) -> Hashable:
     return value.dtype, value.shape, value.stride(), ctypes.string_at(value.data_ptr(), value.nbytes)
 
 
+def reads_wait(device: torch.device) -> bool:
+    """Whether the host must wait for queued work before it can read a tensor there."""
+    return device.type != "cpu"
+
+
+DeviceToken = Callable[[torch.Tensor, Callable[[torch.Tensor], Hashable]], Hashable]
+"""Token of a value on an accelerator, with the help of what makes tokens of host values."""
+
+
 class InputIdentity:
     """Tokens for the successive values of one graph input."""
 
-    def __init__(self, held: HeldValues, owner: Hashable, *, read_device: bool = False) -> None:
+    def __init__(self, held: HeldValues, owner: Hashable, schedule: DeviceToken | None = None) -> None:
         """
         Args:
             held: where private copies live, within its bound.
             owner: first part of their keys.
-            read_device: copy accelerator values to the host (a schedule input) or go by object.
+            schedule: for a schedule input, makes the tokens of values on an accelerator.
         """
-        self.read_device = read_device
-        self.host_reads = 0
+        self._schedule = schedule
         self._held = held
         self._owner = owner
         self._fresh = itertools.count()
@@ -87,11 +95,14 @@ class InputIdentity:
         """A token that two values share only if they have the same bits."""
         if not isinstance(value, torch.Tensor):
             return type(value), repr(value)
-        if value.device.type != "cpu":
-            if not self.read_device:
+        if reads_wait(value.device):
+            if self._schedule is None:
                 return self._object_token(value)
-            self.host_reads += 1
-            value = value.cpu()
+            return self._schedule(value, self.bits_token)
+        return self.bits_token(value)
+
+    def bits_token(self, value: torch.Tensor) -> Hashable:
+        """The token of a value on the host."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return self._object_token(value)
         if value.is_conj() or value.is_neg():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,8 @@ from .denoiser import (
     prepare_denoiser,
     replace_denoisers,
 )
-from .settings import Backend, Settings, suggest_arguments
+from .loop import Loop
+from .settings import Backend, Numerics, Settings, suggest_arguments
 
 P = TypeVar("P")
 
@@ -57,6 +57,7 @@ def compile_pipeline(
     pipe: P,
     *,
     backend: Backend = "inductor",
+    numerics: Numerics = "exact",
     dynamic: bool | None = None,
     strict: bool = False,
     release_weights: bool | str = False,
@@ -71,6 +72,8 @@ def compile_pipeline(
         pipe: a diffusers ``DiffusionPipeline`` with a diffusion transformer.
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched pipeline) or
             anything else ``torch.compile`` accepts.
+        numerics: ``"exact"``, or ``"fast"``: all rows of a schedule are made as one batch, so that modulation weights
+            are read once a picture instead of once a step; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
         release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
@@ -86,23 +89,11 @@ def compile_pipeline(
     Raises:
         TypeError, ValueError: bad arguments, before anything is changed; the message names the fix.
     """
-    settings = Settings(backend, dynamic, strict, release_weights, max_cached_bytes)
+    settings = Settings(backend, numerics, dynamic, strict, release_weights, max_cached_bytes)
     denoisers = find_denoisers(pipe)
-    generation = _Generation(pipe)
-    replace_denoisers(
-        [prepare_denoiser(module, name, settings, generation=generation) for name, module in denoisers.items()]
-    )
+    loop = Loop(pipe)
+    replace_denoisers([prepare_denoiser(module, name, settings, loop=loop) for name, module in denoisers.items()])
     return pipe
-
-
-class _Generation:
-    """The schedule the pipeline runs: ``set_timesteps`` makes a new tensor at the start of each generation."""
-
-    def __init__(self, pipe: object) -> None:
-        self._pipe = weakref.ref(pipe)
-
-    def __call__(self) -> object:
-        return getattr(getattr(self._pipe(), "scheduler", None), "timesteps", None)
 
 
 def compiled_denoisers(target: Any) -> list[CompiledDenoiser]:

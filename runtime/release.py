@@ -19,14 +19,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
-
-from ..passes.effects import view_base
 
 LEAST_BYTES = 64 * 2**10
 """Smaller weights are not worth a page of their own."""
@@ -100,40 +96,6 @@ class ReleasedWeights:
         if not self._places or weight.device.type != "cpu" or type(weight) not in _PLAIN:
             return None
         return self._places.get(weight.data_ptr())
-
-
-class StreamedStage:
-    """A hoisted stage that drops the pages of each weight as soon as nothing in it reads the weight any more."""
-
-    def __init__(self, gm: fx.GraphModule, forget: Callable[[torch.Tensor], None]) -> None:
-        self.gm = gm
-        self.forget = forget
-        last_reader = {view_base(s): node for node in gm.graph.nodes for s in node.all_input_nodes}
-        inputs = gm.graph.find_nodes(op="placeholder")
-        self.done: dict[fx.Node, list[int]] = {}
-        for i, node in enumerate(inputs):
-            if node in last_reader:
-                self.done.setdefault(last_reader[node], []).append(i)
-
-    def __call__(self, *args: Any) -> Any:
-        """What the graph returns."""
-        return _Streamed(self, args).run(*args, enable_io_processing=False)
-
-
-class _Streamed(fx.Interpreter):
-    """One run of a :class:`StreamedStage`."""
-
-    def __init__(self, stage: StreamedStage, inputs: tuple[Any, ...]) -> None:
-        super().__init__(stage.gm)
-        self._stage = stage
-        self._inputs = inputs
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        for i in self._stage.done.get(n, ()):
-            if isinstance(self._inputs[i], torch.Tensor):
-                self._stage.forget(self._inputs[i])
-        return result
 
 
 def _can_be_released(weight: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch._dynamo.exc import InvalidBackend
@@ -18,6 +18,8 @@ from . import release
 F = TypeVar("F", bound=Callable[..., Any])
 
 Backend = str | Callable[..., Any]
+Numerics = Literal["exact", "fast"]
+NUMERICS = get_args(Numerics)
 
 _LABELS = {t.label: t for t in TIMES if t is not BindingTime.REQUEST_SCHEDULE}
 
@@ -29,6 +31,7 @@ class Settings:
     Attributes:
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (bitwise equal to the untouched model), any
             other name or callable that ``torch.compile`` accepts.
+        numerics: ``"exact"``, or ``"fast"``: rows of a schedule are made as one batch, and last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default would fall back to the untouched module with a warning.
         release_weights: ``True`` or ``"disk"`` lets weights that the loop does not read leave memory.
@@ -37,6 +40,7 @@ class Settings:
     """
 
     backend: Backend = "inductor"
+    numerics: Numerics = "exact"
     dynamic: bool | None = None
     strict: bool = False
     release_weights: bool | str = False
@@ -51,6 +55,8 @@ class Settings:
                 raise ValueError(f"backend={self.backend!r} is unknown{close_matches(self.backend, known)}")
         elif not callable(self.backend):
             raise TypeError(f"backend must be a name or a callable, not {type(self.backend).__name__}")
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics={self.numerics!r} must be one of {', '.join(map(repr, NUMERICS))}")
         if self.dynamic not in (None, True, False):
             raise TypeError(f"dynamic={self.dynamic!r} must be None, True or False")
         if not isinstance(self.strict, bool):

@@ -1,20 +1,19 @@
 """The staged graph: runs a split program, each stage as seldom as its inputs allow.
 
-A call goes through the hoisted stages in order. Each has a key: the weights' epoch and the tokens of the inputs
-its values depend on (:mod:`dithoist.runtime.identity`). If values are held under that key they are used,
-otherwise the stage runs and its values are held from then on. Then the body runs. Keys name only the inputs a
+A call goes through the hoisted stages in order, which run where no values are held for its inputs
+(:mod:`dithoist.runtime.table`, :mod:`dithoist.runtime.identity`). Then the body runs. Keys name only the inputs a
 stage really depends on, so rows that depend on the timestep alone serve both guidance branches and later
 prompts, and rows that also depend on the picture's size serve both branches.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +24,19 @@ from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_prog
 from ..passes.edit import copy_graph
 from ..passes.effects import is_random
 from . import capture
-from .cache import HeldValues, Values
-from .identity import InputIdentity, WeightsIdentity
-from .release import ReleasedWeights, StreamedStage
+from .cache import HeldValues
+from .device_schedule import DeviceSchedule
+from .forecast import Forecast
+from .identity import InputIdentity, WeightsIdentity, reads_wait
+from .loop import Generations, Loop
+from .release import ReleasedWeights
+from .rows import HoistedStage
+from .table import StageCall, Table, picker
 
 DEMOTE_AFTER = 4
 """An input that changed in more than this many steps in a row is treated as one that changes every step."""
 
 _MAX_BRANCHES = 8
-_MAX_LOOPS = 64
-_MAX_STEPS = 4096
 _graph_numbers = itertools.count()
 
 
@@ -45,40 +47,6 @@ class GraphInput:
     node: str
     name: str
     label: BindingTime
-
-
-@dataclass
-class _Progress:
-    """How far the loop of one guidance branch has come: schedule tokens so far, and the last timestep."""
-
-    seen: set[Hashable] = field(default_factory=set)
-    position: float | None = None
-
-
-def picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that takes the values at ``indices``: at every call, of thousands of weights."""
-    if len(indices) < 2:
-        return lambda values: [values[i] for i in indices]
-    return operator.itemgetter(*indices)
-
-
-@dataclass(frozen=True)
-class _StageCall:
-    """A compiled stage: which of the call's values it takes, and which inputs make its key."""
-
-    stage: Stage
-    function: Callable[..., Any]
-    pick: Callable[[list[Any]], Sequence[Any]]
-    key_inputs: tuple[int, ...]
-
-    @staticmethod
-    def of(stage: Stage, function: Callable[..., Any], position: dict[str, int]) -> _StageCall:
-        """The call of ``function`` on values found at ``position``."""
-        inputs, depends = (tuple(position[name] for name in names) for names in (stage.inputs, stage.depends))
-        return _StageCall(stage, function, picker(inputs), depends)
-
-    def run(self, values: list[Any]) -> Any:
-        return self.function(*self.pick(values))
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
@@ -118,8 +86,9 @@ class StagedGraph:
         held: HeldValues,
         *,
         context: Callable[[dict[str, BindingTime]], PassContext] = PassContext,
-        generation: Callable[[], object] = lambda: None,
+        loop: Loop | None = None,
         released: ReleasedWeights | None = None,
+        fast: bool = False,
     ) -> None:
         """Split and compile.
 
@@ -129,8 +98,9 @@ class StagedGraph:
             backend: compiles each stage.
             held: where held values live; may be shared with other graphs.
             context: makes the passes' context from the labels by node name.
-            generation: gives an object that is another one in each generation, if somebody knows.
+            loop: what is known of the loop around the calls.
             released: where weights that only hoisted work reads go after the first call; ``None`` keeps them.
+            fast: make the rows of a schedule as one batch.
         """
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
@@ -145,9 +115,9 @@ class StagedGraph:
         self._backend = backend
         self._held = held
         self._make_context = context
-        self._generation = generation
+        self._loop = loop or Loop()
         self._released = released
-        self._last_generation: object = None
+        self._fast = fast
         self._lock = threading.RLock()
         self._build()
 
@@ -165,42 +135,44 @@ class StagedGraph:
             if self.labels[name] == BindingTime.MODEL and any(name in s.inputs for s in self.program.stages)
         ]
         self._pick_weights = picker(self._weights)
-        self._stages: list[_StageCall] = []
-        for stage in self.program.stages:
-            function = stage.module.forward if released is None else StreamedStage(stage.module, released.forget)
-            self._stages.append(_StageCall.of(stage, function, position))
+        stages: list[StageCall] = []
+        for place, stage in enumerate(self.program.stages):
+            function = HoistedStage(stage.module, fast=self._fast, forget=released.forget if released else None)
+            stages.append(StageCall.of(stage, function, position, place))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
         # Both bodies exist from the start, so that switching between them compiles nothing.
         self._captured_body = self._body_call(self.program.body, position)
         eager_body = self.program.eager_body
         self._body = self._body_call(eager_body, position) if eager_body else self._captured_body
-        keyed = sorted({i for s in self._stages for i in s.key_inputs})
-        self._identities = {
-            i: InputIdentity(
-                self._held,
-                ("inputs", self.number),  # Apart from the stages' values, which go when a weight changes.
-                read_device=self.labels[self.program.placeholders[i]] == BindingTime.SCHEDULE,
-            )
-            for i in keyed
+        keyed = sorted({i for call in stages for i in call.key_inputs})
+        self._request_inputs = self._with_label(keyed, BindingTime.REQUEST)
+        self._schedule_inputs = self._with_label(keyed, BindingTime.SCHEDULE)
+        self._device_schedule = DeviceSchedule(self._loop)
+        owner = ("inputs", self.number)  # Apart from the stages' values, which go when a weight changes.
+        self._identities = {i: InputIdentity(self._held, owner) for i in self._request_inputs} | {
+            i: InputIdentity(self._held, owner, functools.partial(self._device_schedule.token, i))
+            for i in self._schedule_inputs
         }
-        self._request_inputs = self._keyed_with(BindingTime.REQUEST)
-        self._schedule_inputs = self._keyed_with(BindingTime.SCHEDULE)
+        self._table = Table(
+            self.number, stages, self._held, self._identities, self._schedule_inputs,
+            runs=self.stage_runs, note=self.context.note,
+            forecast=Forecast(self._loop) if self._fast or released is not None else None,
+        )  # fmt: skip
         self._weights_identity = WeightsIdentity() if released is None else WeightsIdentity(released.forget)
         bodies = (self.program.body, self.program.eager_body or self.program.body)
         kept = {position[name] for body in bodies for name in body.inputs}
         self._pick_releasable = picker([i for i in self._weights if i not in kept])
         self._released_epoch = -1
-        self._progress: dict[Hashable, _Progress] = {}
-        self._direction = 0.0  # The way timesteps went the last time they went on.
+        self._generations = Generations(self._loop)
         self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
         self._changes: dict[int, int] = {}
         self._last_schedule: Hashable = None
 
-    def _body_call(self, body: Stage, position: dict[str, int]) -> _StageCall:
-        return _StageCall.of(body, compile_body(body, self._backend, self.context), position)
+    def _body_call(self, body: Stage, position: dict[str, int]) -> StageCall:
+        return StageCall.of(body, compile_body(body, self._backend, self.context), position)
 
-    def _keyed_with(self, label: BindingTime) -> tuple[int, ...]:
-        return tuple(i for i in self._identities if self.labels[self.program.placeholders[i]] == label)
+    def _with_label(self, inputs: Sequence[int], label: BindingTime) -> tuple[int, ...]:
+        return tuple(i for i in inputs if self.labels[self.program.placeholders[i]] == label)
 
     def __call__(self, args: list[Any]) -> Any:
         """Outputs of the whole graph for these inputs."""
@@ -209,11 +181,8 @@ class StagedGraph:
         # Held values are never written, so only finding and making them is serialised; bodies run in parallel.
         capturing = capture.is_capturing()
         with self._lock:
-            for call, key in self._keys(values):
-                if capturing and not call.stage.capture_safe:
-                    values.extend([None] * len(call.stage.outputs))
-                else:
-                    values.extend(self._obtain(call, key, values))
+            tokens = self._look(values)
+            self._table.extend(values, tokens, self._weights_identity.epoch, capturing=capturing)
             self.stage_runs[BindingTime.STEP] += 1
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body
@@ -233,67 +202,29 @@ class StagedGraph:
             self.context.note("release_weights", f"weights stay in memory: {error}")
         self._weights_identity.moved(self._pick_weights(values))
 
-    def _keys(self, values: list[Any]) -> list[tuple[_StageCall, Hashable]]:
-        tokens = self._tokens(values)
+    def _look(self, values: list[Any]) -> dict[int, Hashable]:
+        """Tokens of the inputs that make keys; and what follows from them and from changed weights."""
+        if any(isinstance(values[i], torch.Tensor) and reads_wait(values[i].device) for i in self._schedule_inputs):
+            self._device_schedule.begin_call()
+        tokens = {i: identity.token(values[i]) for i, identity in self._identities.items()}
         request = tuple(tokens[i] for i in self._request_inputs)
         schedule = tuple(tokens[i] for i in self._schedule_inputs)
-        starts = self._starts_generation(request, schedule, self._position(values))
+        starts = self._generations.starts(request, schedule, self._position(values))
         changed = self._weights_identity.check(self._pick_weights(values), deep=starts)
         if changed:
             self._held.drop(self.number)
         moved = schedule != self._last_schedule or not self._schedule_inputs
         self._last_schedule = schedule
         if self._demote(tokens, {self._weights[i] for i in changed}, moved=moved):
-            return self._keys(values)
-        epoch = self._weights_identity.epoch
-        return [
-            (call, (self.number, stage, epoch, tuple(tokens[i] for i in call.key_inputs)))
-            for stage, call in enumerate(self._stages)
-        ]
-
-    def _tokens(self, values: list[Any]) -> dict[int, Hashable]:
-        return {i: identity.token(values[i]) for i, identity in self._identities.items()}
-
-    def _obtain(self, call: _StageCall, key: Hashable, values: list[Any]) -> Values:
-        held = self._held.get(key)
-        if held is None:
-            held = tuple(call.run(values))
-            self.stage_runs[call.stage.time] += call.stage.capture_safe  # Row indices are part of their mask's work.
-            self._held.put(key, held)
-        return held
-
-    def _starts_generation(self, request: Hashable, schedule: Hashable, position: float | None) -> bool:
-        """Whether this call begins a loop: a new request, a step that was there before, or one the other way.
-
-        A pipeline's loop is known by its scheduler (``generation``); the rest is for loops nobody told us of.
-        Taking a step for a new loop costs a pass over the hoisted weights, no more.
-        """
-        generation = self._generation()
-        progress = self._progress.get(request)
-        move = 0.0
-        if progress is not None and position is not None and progress.position is not None:
-            move = position - progress.position
-        restarted = generation is not self._last_generation or (
-            progress is not None
-            and (schedule in progress.seen or len(progress.seen) > _MAX_STEPS or move * self._direction < 0)
-        )
-        self._last_generation = generation
-        if restarted or len(self._progress) >= _MAX_LOOPS:
-            self._progress.clear()
-        if progress is None or restarted:
-            progress = self._progress[request] = _Progress()
-        elif move:
-            self._direction = move
-        starts = not progress.seen
-        progress.seen.add(schedule)
-        progress.position = position
-        return starts
+            return self._look(values)
+        self._table.passed(schedule, values, starts=starts)
+        return tokens
 
     def _position(self, values: list[Any]) -> float | None:
         """The timestep as a number, where it can be read without waiting."""
         for i in self._schedule_inputs:
             value = values[i]
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
+            if isinstance(value, torch.Tensor) and value.numel() and not reads_wait(value.device):
                 return float(value.flatten()[:1].tolist()[0].real)
         return None
 
@@ -336,5 +267,5 @@ class StagedGraph:
 
     @property
     def host_reads(self) -> int:
-        """How often a key had to be read from an accelerator."""
-        return sum(i.host_reads for i in self._identities.values())
+        """How often a schedule input had to be read from an accelerator."""
+        return self._device_schedule.host_reads

@@ -6,13 +6,14 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch._guards import CompileContext
 
 from ..passes import BindingTime
 from .cache import HeldValues
+from .loop import Loop
 from .release import ReleasedWeights
 from .settings import Settings
 
@@ -38,13 +39,13 @@ class DenoiserState:
         labels: Mapping[str, BindingTime] | None = None,
         arguments: list[str] | None = None,
         weight_bytes: int = 0,
-        generation: Callable[[], object] = lambda: None,
+        loop: Loop | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
         self.labels = dict(labels or {})
         self.arguments = arguments or []
-        self.generation = generation
+        self.loop = loop or Loop()
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.released = ReleasedWeights()

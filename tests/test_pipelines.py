@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dithoist import compile_pipeline, report, restore
 from dithoist.models.small import build_pipeline, example_call
+from dithoist.passes import BindingTime
 from dithoist.passes.effects import host_read
 from dithoist.passes.printing import format_node
-from dithoist.runtime import staged
+from dithoist.runtime import table
 
 NAMES = ("glm-image", "ideogram-4")
 CAT, DOG = 'a sign that says "CAT"', 'a wall with "DOGS" on it'
@@ -90,16 +91,16 @@ def no_host_reads_in_the_body(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
             ran.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    run = staged._StageCall.run
+    run = table.StageCall.run
 
     def guarded(self: Any, values: Any) -> Any:
-        if self.stage.time != staged.BindingTime.STEP:
+        if self.stage.time != BindingTime.STEP:
             return run(self, values)
         with Guard():
             return run(self, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staged._StageCall, "run", guarded)
+        patch.setattr(table.StageCall, "run", guarded)
         yield ran
 
 

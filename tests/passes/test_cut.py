@@ -106,3 +106,36 @@ def test_never_more_bytes_than_holding_every_value_that_crosses() -> None:
     crossing = {s for n in body for s in n.all_input_nodes if s.op == "call_function"}
     naive = [n for n in crossing if n.meta["binding_time"] != BindingTime.STEP]
     assert size([by_name[n] for n in program.body.inputs if n in program.sources]) <= size(naive)
+
+
+def test_what_does_not_fit_is_made_again_and_the_report_names_it() -> None:
+    def model(x: torch.Tensor, prompt: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        small, large = prompt[:1] @ w, prompt @ v
+        return x * small + large.sum(0) + (large * large).mean()
+
+    def program(limit: int | None) -> tuple[list[str], list[str]]:
+        args = torch.ones(8, WIDTH), torch.ones(2048, WIDTH), torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+        gm = capture(lambda x, prompt, w, v: model(x, prompt, w, v), *args)
+        ctx = context(x="step", prompt="request", w="model", v="model")
+        ctx.max_held_bytes = limit
+        binding_times(gm, ctx)
+        return [n.name for n in choose_held(gm, ctx)], ctx.notes
+
+    assert program(None) == (["mm", "sum_1", "mean"], [])
+    assert program(10**6) == program(None)
+    assert program(2 * WIDTH * 4 + 4) == program(None)
+    assert program(WIDTH * 4) == (["mean"], [])
+    assert program(0) == ([], [])
+
+
+def test_a_value_too_large_to_hold_is_named() -> None:
+    def model(x: torch.Tensor, prompt: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ (prompt @ w).t()
+
+    args = torch.ones(8, WIDTH), torch.ones(TOKENS, WIDTH), torch.ones(WIDTH, WIDTH)
+    gm = capture(model, *args)
+    ctx = context(x="step", prompt="request", w="model")
+    ctx.max_held_bytes = TOKENS * WIDTH * 4 - 1
+    binding_times(gm, ctx)
+    assert choose_held(gm, ctx) == {}
+    assert ctx.notes == ["cut: mm (131,072 bytes) is made again in the body: dearer to hold"]

@@ -19,7 +19,7 @@ from twins import Twins
 
 from dithoist.passes import Program, build_program
 from dithoist.passes.printing import format_graph
-from dithoist.runtime import staged
+from dithoist.runtime import table
 from dithoist.runtime.capture import breakable_cuda_graph
 
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1.5, 3.0)
@@ -173,14 +173,14 @@ class RequestMask(nn.Module):
 
 def test_row_indices_are_made_once_a_request_and_shared_by_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    run = staged._StageCall.run
+    run = table.StageCall.run
 
-    def watched(self: staged._StageCall, values: list[Any]) -> Any:
+    def watched(self: table.StageCall, values: list[Any]) -> Any:
         result = run(self, values)
         made.extend([len(result)] * (not self.stage.capture_safe))
         return result
 
-    monkeypatch.setattr(staged._StageCall, "run", watched)
+    monkeypatch.setattr(table.StageCall, "run", watched)
     counters["dithoist"].clear()
     twins = Twins(RequestMask())
     for request in range(2):

@@ -11,7 +11,7 @@ from torch import nn
 from twins import Twins
 
 from dithoist import report
-from dithoist.runtime import staged
+from dithoist.runtime import table
 from dithoist.runtime.capture import breakable_cuda_graph, is_capturing, is_in_breakable_cuda_graph
 
 
@@ -57,15 +57,15 @@ def test_the_state_at_call_time_chooses_the_body_and_switching_recompiles_nothin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[tuple[str, bool]] = []
-    run = staged._StageCall.run
+    run = table.StageCall.run
 
-    def watched(self: staged._StageCall, values: list[Any]) -> Any:
+    def watched(self: table.StageCall, values: list[Any]) -> Any:
         ran.append(
             (self.stage.time.label if self.stage.capture_safe else "rows", "index_fill_" in self.stage.module.code)
         )
         return run(self, values)
 
-    monkeypatch.setattr(staged._StageCall, "run", watched)
+    monkeypatch.setattr(table.StageCall, "run", watched)
     twins = Twins(Masked())
     mask = torch.tensor([[True, False, True]])
     for step, capturing in enumerate([True, False, True, False]):

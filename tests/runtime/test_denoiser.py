@@ -14,7 +14,7 @@ from twins import TinyDit, Twins, tiny_inputs
 
 import dithoist
 from dithoist import DithoistWarning, compile_denoiser, report, restore
-from dithoist.runtime import staged
+from dithoist.runtime import table
 
 
 def test_the_module_stays_what_it_was_and_restore_undoes_it() -> None:
@@ -162,10 +162,10 @@ def test_a_failure_of_ours_at_run_time_falls_back(monkeypatch: pytest.MonkeyPatc
     expected = copy.deepcopy(module)
     compile_denoiser(module, backend="eager")
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for a table")
 
-    monkeypatch.setattr(staged.StagedGraph, "_obtain", fail)
+    monkeypatch.setattr(table.Table, "extend", fail)
     with torch.no_grad(), pytest.warns(DithoistWarning, match="no room for a table"):
         assert torch.equal(module(**tiny_inputs()), expected(**tiny_inputs()))
     assert torch.no_grad()(module)(**tiny_inputs()).shape == (2, 4, 8)
