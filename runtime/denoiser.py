@@ -172,12 +172,7 @@ def prepare_denoiser(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ValueError(f"{name} was wrapped by torch.compile; pass the original module (its ._orig_mod)")
-    devices = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
-    if settings.release_weights and devices:
-        raise ValueError(
-            f"release_weights={settings.release_weights!r} is for denoisers on the CPU, and {name} is on "
-            f"{', '.join(sorted(devices))}; leave it out"
-        )
+    settings.check_release(name, {p.device.type for p in module.parameters()})
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -210,9 +205,10 @@ def compile_denoiser(
             are read once a picture instead of once a step; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
-        release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
-            ``"disk"`` puts them into a file that is mapped where they were, so that everything can still read
-            them (denoisers on the CPU, on Linux). Nothing else changes, and :func:`restore` brings them back.
+        release_weights: let weights that the loop does not read leave memory after the first call, and stay readable:
+            from a CPU to the ``"disk"``, a file mapped where they were (on Linux); from a CUDA device to the
+            ``"cpu"``, memory that the device can read; ``True`` is whichever applies. :func:`restore` brings them
+            back.
         max_cached_bytes: bound on held values; ``None`` is a quarter of the weights, at least 256 MiB.
 
     Returns:

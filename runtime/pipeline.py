@@ -76,9 +76,10 @@ def compile_pipeline(
             are read once a picture instead of once a step; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
-        release_weights: let weights that the loop does not read leave memory after the first call: ``True`` or
-            ``"disk"`` puts them into a file that is mapped where they were, so that everything can still read
-            them (denoisers on the CPU, on Linux). Nothing else changes, and :func:`restore` brings them back.
+        release_weights: let weights that the loop does not read leave memory after the first call, and stay readable:
+            from a CPU to the ``"disk"``, a file mapped where they were (on Linux); from a CUDA device to the
+            ``"cpu"``, memory that the device can read; ``True`` is whichever applies. :func:`restore` brings them
+            back.
         max_cached_bytes: bound on held values per denoiser; ``None`` is a quarter of its weights, at least
             256 MiB.
 

@@ -1,10 +1,14 @@
 """Weights that the loop does not need leave memory, and stay readable.
 
 Only the prologue and the schedule read them (modulation, timestep and text projections: a third of some models). A
-released weight lies in a file that is mapped into memory: the same tensor object over pages that the system reads when
-somebody asks, and that are dropped again when a hoisted stage has used them, one weight at a time. So nothing can
-read garbage: ``state_dict``, saving, copying, LoRA and ``.to()`` find the bytes they always found, and writes go to
-the file. (A forked process shares the file: what it writes to a released weight, its parent sees.)
+released weight is the same tensor object on the same device over slower memory, so nothing can read garbage:
+``state_dict``, saving, copying, LoRA and ``.to()`` find the bytes they always found, and writes go where they lie.
+
+* On the CPU (Linux) it lies in a file that is mapped into memory: pages that the system reads when somebody asks, and
+  that are dropped again when a hoisted stage has used them, one weight at a time. (A forked process shares the file:
+  what it writes to a released weight, its parent sees.)
+* On a CUDA device it lies in page-locked memory of the host, which the device reads at the host's own address (unified
+  addressing). A hoisted stage copies one weight at a time to the device and lets go of it after use.
 
 The file has no name (it is unlinked as soon as it exists), so nobody can truncate or change it, and it goes with the
 last tensor in it. Its space is reserved before anything is changed. Pages that were read stay in the system's file
@@ -23,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST_BYTES = 64 * 2**10
 """Smaller weights are not worth a page of their own."""
@@ -35,17 +40,23 @@ SUPPORTED = hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fallocate")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in which mapping a released weight lies. While the mapping is held, nothing else has its address."""
+    """Where a released weight lies: in a mapped file from ``start`` on, or (``memory`` is ``None``) on the host."""
 
-    memory: mmap.mmap
+    memory: mmap.mmap | None
     start: int
     length: int
+    storage: StorageWeakRef
 
 
 class ReleasedWeights:
-    """The released weights of one denoiser, by their addresses."""
+    """The released weights of one denoiser, by their addresses.
+
+    Attributes:
+        bytes_read_back: bytes that hoisted work read again from where they lie, the checks for changes included.
+    """
 
     def __init__(self) -> None:
+        self.bytes_read_back = 0
         self._places: dict[int, _Place] = {}
 
     def bytes(self, weights: Iterable[torch.Tensor]) -> int:
@@ -54,52 +65,76 @@ class ReleasedWeights:
         return sum(place.length for place in places.values() if place is not None)
 
     def release(self, weights: Sequence[torch.Tensor]) -> int:
-        """Move those of ``weights`` that can be to a file; the others stay as they are.
+        """Move those of ``weights`` that can be to a file or to the host; the others stay as they are.
 
         Returns:
             How many bytes were moved.
 
         Raises:
-            OSError: there is no room for the file; nothing has changed.
+            OSError: there is no room; what had been moved until then lies where it was moved.
         """
+        # Casting, fusing and the like leave weights in other memory; what was theirs must not fill the disk.
+        for address in [a for a, place in list(self._places.items()) if place.storage.expired()]:
+            self._places.pop(address, None)
         chosen = [w for w in dict.fromkeys(weights) if self._place(w) is None and _can_be_released(w)]
-        if not chosen:
-            return 0
-        lengths = [w.untyped_storage().nbytes() for w in chosen]
+        mapped = [w for w in chosen if w.device.type == "cpu"]
+        hosted = [w for w in chosen if w.device.type == "cuda"]
+        if mapped:
+            self._map(mapped)
+        for weight in hosted:
+            length = weight.untyped_storage().nbytes()
+            _move(weight, _host_memory(length, weight.device))
+            self._put(weight, None, 0, length)
+        return sum(w.untyped_storage().nbytes() for w in chosen)
+
+    def _map(self, weights: Sequence[torch.Tensor]) -> None:
+        lengths = [w.untyped_storage().nbytes() for w in weights]
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
         with tempfile.TemporaryFile(prefix="dithoist-") as file:
             os.posix_fallocate(file.fileno(), 0, ends[-1])
             memory = mmap.mmap(file.fileno(), ends[-1])
-        for weight, start, length in zip(chosen, ends, lengths, strict=False):
+        for weight, start, length in zip(weights, ends, lengths, strict=False):
             _move(weight, torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
-            self._places[weight.data_ptr()] = _Place(memory, start, length)
-            self.forget(weight)
-        return sum(lengths)
+            self._put(weight, memory, start, length)
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def _put(self, weight: torch.Tensor, memory: mmap.mmap | None, start: int, length: int) -> None:
+        storage = StorageWeakRef(weight.untyped_storage())
+        self._places[weight.data_ptr()] = _Place(memory, start, length, storage)
+
+    def fetch(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight where work on it is fast: a copy on the device, or on the CPU the weight itself."""
+        place = self._place(weight)
+        return weight.clone() if place is not None and place.memory is None else weight
 
     def forget(self, weight: torch.Tensor) -> None:
-        """Drop the pages of a released weight from memory; whoever reads it next gets them from the file."""
+        """A released weight has been read: drop its pages, and whoever reads it next gets them from the file."""
         place = self._place(weight)
-        if place is not None:
+        if place is None:
+            return
+        self.bytes_read_back += place.length
+        if place.memory is not None:
             place.memory.madvise(mmap.MADV_DONTNEED, place.start, place.length)
 
     def restore(self, weights: Iterable[torch.Tensor]) -> None:
         """Bring ``weights`` back into memory of their own, and forget about all others."""
         for weight in dict.fromkeys(weights):
             if self._place(weight) is not None:
-                _move(weight, torch.empty(weight.untyped_storage().nbytes(), dtype=torch.uint8))
+                _move(weight, torch.empty(weight.untyped_storage().nbytes(), dtype=torch.uint8, device=weight.device))
         self._places.clear()
 
     def _place(self, weight: torch.Tensor) -> _Place | None:
         """Where a weight lies, if it is where it was put: ``.to()`` and the like give it memory elsewhere."""
-        if not self._places or weight.device.type != "cpu" or type(weight) not in _PLAIN:
+        if not self._places or type(weight) not in _PLAIN or weight.layout != torch.strided:
             return None
-        return self._places.get(weight.data_ptr())
+        place = self._places.get(weight.data_ptr())
+        return None if place is None or place.storage.expired() else place
 
 
 def _can_be_released(weight: torch.Tensor) -> bool:
-    if type(weight) not in _PLAIN or weight.device.type != "cpu":
+    if type(weight) not in _PLAIN or not (weight.is_cuda or (weight.device.type == "cpu" and SUPPORTED)):
         return False
     if weight.layout != torch.strided or weight.is_inference() or weight.is_conj() or weight.is_neg():
         return False
@@ -109,11 +144,36 @@ def _can_be_released(weight: torch.Tensor) -> bool:
     return whole and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
+class _HostArray:
+    """Page-locked memory of the host, as an array that a CUDA device can read."""
+
+    def __init__(self, length: int) -> None:
+        self.host = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        data = (self.host.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": (length,), "typestr": "|u1", "data": data, "version": 2}
+
+
+def _host_memory(length: int, device: torch.device) -> torch.Tensor:
+    """``length`` bytes of the host as a tensor of the CUDA ``device``, without a copy there.
+
+    Raises:
+        OSError: there is no such memory, or the device cannot read it in place.
+    """
+    try:
+        array = _HostArray(length)
+        memory = torch.as_tensor(array, device=device)
+    except RuntimeError as error:
+        raise OSError(f"no page-locked memory: {error}") from error
+    if memory.data_ptr() != array.host.data_ptr():
+        raise OSError(f"{device} cannot read the host's memory in place")
+    return memory
+
+
 def _move(weight: torch.Tensor, memory: torch.Tensor) -> None:
     """Let ``weight`` lie in ``memory`` (bytes) instead of where it lies, with the same bytes."""
     old = weight.untyped_storage()
     with torch.no_grad():
-        memory.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
-        moved = torch.empty(0, dtype=weight.dtype)
+        memory.copy_(torch.empty(0, dtype=torch.uint8, device=weight.device).set_(old))
+        moved = torch.empty(0, dtype=weight.dtype, device=weight.device)
         moved.set_(memory.untyped_storage(), 0, weight.shape, weight.stride())
         weight.data = moved

@@ -66,7 +66,8 @@ class GraphReport:
 @dataclass(frozen=True)
 class DenoiserReport:
     """One denoiser. ``bytes_held`` is what is held now, private input copies included; ``bytes_released`` are those of
-    weights that left memory for the loop (``release_weights``)."""
+    weights that left memory for the loop (``release_weights``), ``bytes_read_back`` how many hoisted work has read from
+    there since."""
 
     name: str
     module: str
@@ -77,6 +78,7 @@ class DenoiserReport:
     graph_breaks: int
     bytes_held: int
     bytes_released: int
+    bytes_read_back: int
     cache_hits: int
     cache_misses: int
     cache_evictions: int
@@ -154,6 +156,7 @@ def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
         graph_breaks=state.graph_breaks,
         bytes_held=state.held.bytes,
         bytes_released=state.released.bytes([*wrapper.module.parameters(), *wrapper.module.buffers()]),
+        bytes_read_back=state.released.bytes_read_back,
         cache_hits=state.held.hits,
         cache_misses=state.held.misses,
         cache_evictions=state.held.evictions,
@@ -223,6 +226,7 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
     for reason in denoiser.fallbacks:
         console.print(f"  fell back: {reason}", highlight=False)
     released = f", {human(denoiser.bytes_released)} of weights released" if denoiser.bytes_released else ""
+    released += f" ({human(denoiser.bytes_read_back)} read back)" if released else ""
     console.print(
         f"  held now {human(denoiser.bytes_held)}{released}; {denoiser.cache_hits} hits, "
         f"{denoiser.cache_misses} misses, {denoiser.cache_evictions} evictions; "

@@ -4,13 +4,13 @@ Many rows at once read each weight once. In *exact* mode each operation runs for
 shapes the model would give it, so that a row's bits do not depend on how many are made. In *fast* mode the rows are a
 batch (``torch.func.vmap``): one matrix product instead of as many products with a vector, whose last bits differ.
 
-Either way the stage runs operation by operation, and whoever keeps weights elsewhere is told as soon as nothing
-reads a weight any more.
+Either way a stage whose weights may lie elsewhere runs operation by operation: a weight is fetched before its first
+use and forgotten after its last, so never are all of them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ..passes.effects import view_base
+from .release import ReleasedWeights
 
 Values = tuple[Any, ...]
 
@@ -25,17 +26,15 @@ Values = tuple[Any, ...]
 class HoistedStage:
     """The graph of a hoisted stage, to be called like it."""
 
-    def __init__(
-        self, gm: fx.GraphModule, *, fast: bool = False, forget: Callable[[torch.Tensor], None] | None = None
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, *, fast: bool = False, released: ReleasedWeights | None = None) -> None:
         """
         Args:
             gm: the graph; it returns a tuple of tensors.
             fast: make many rows as one batch.
-            forget: called with a tensor of the inputs when nothing reads it any more.
+            released: where weights may lie; each is fetched before its first use and forgotten after its last.
         """
         self.gm = gm
-        self._forget = forget
+        self._released = released
         (output,) = gm.graph.find_nodes(op="output")
         self._layouts = [node.meta.get("val") for node in output.all_input_nodes]
         self._done: dict[fx.Node, list[int]] = {}
@@ -50,7 +49,7 @@ class HoistedStage:
 
     def __call__(self, *inputs: Any) -> Values:
         """What the graph returns."""
-        if self._forget is None:
+        if self._released is None:
             return tuple(self.gm.forward(*inputs))
         return self._interpret([inputs])[0]
 
@@ -63,7 +62,7 @@ class HoistedStage:
         return self._batched(inputs) if self.fast and len(inputs) > 1 else self._interpret(inputs)
 
     def _interpret(self, inputs: Sequence[Sequence[Any]]) -> list[Values]:
-        run = _Rows(self.gm, len(inputs), self._told(inputs[0]))
+        run = _Rows(self, len(inputs), inputs[0])
         rows: list[Values] = run.run(*zip(*inputs, strict=True), enable_io_processing=False)
         return rows
 
@@ -73,18 +72,20 @@ class HoistedStage:
         stacked = [torch.stack(c) if v else c[0] for c, v in zip(columns, varies, strict=True)]
 
         def one(*row: Any) -> Any:
-            return _Rows(self.gm, 1, self._told(inputs[0])).run(*((v,) for v in row), enable_io_processing=False)[0]
+            return _Rows(self, 1, inputs[0]).run(*((v,) for v in row), enable_io_processing=False)[0]
 
         batch = torch.func.vmap(one, in_dims=tuple(0 if v else None for v in varies))(*stacked)
         return [tuple(_row(t[k], v) for t, v in zip(batch, self._layouts, strict=True)) for k in range(len(inputs))]
 
-    def _told(self, inputs: Sequence[Any]) -> Callable[[fx.Node], None]:
-        def ran(node: fx.Node) -> None:
-            for i in self._done.get(node, ()):
-                if self._forget is not None and isinstance(inputs[i], torch.Tensor):
-                    self._forget(inputs[i])
+    def fetch(self, value: Any) -> Any:
+        """An input before its first use."""
+        return self._released.fetch(value) if self._released is not None and isinstance(value, torch.Tensor) else value
 
-        return ran
+    def forget(self, node: fx.Node, inputs: Sequence[Any]) -> None:
+        """Tell which of ``inputs`` nothing reads after ``node``."""
+        for i in self._done.get(node, ()):
+            if self._released is not None and isinstance(inputs[i], torch.Tensor):
+                self._released.forget(inputs[i])
 
 
 def _is_dynamic(value: Any) -> bool:
@@ -105,12 +106,14 @@ class _PerRow(tuple[Any, ...]):
 
 
 class _Rows(fx.Interpreter):
-    """One run of a graph for some rows; what is the same for all of them is computed once."""
+    """One run of a stage for some rows; what is the same for all of them is computed once."""
 
-    def __init__(self, gm: fx.GraphModule, count: int, ran: Callable[[fx.Node], None]) -> None:
-        super().__init__(gm)
+    def __init__(self, stage: HoistedStage, count: int, inputs: Sequence[Any]) -> None:
+        super().__init__(stage.gm)
+        self._stage = stage
         self._count = count
-        self._ran = ran
+        self._inputs = inputs
+        self._to_fetch = dict(zip(stage.gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "placeholder":
@@ -119,11 +122,14 @@ class _Rows(fx.Interpreter):
             return column[0] if same else _PerRow(column)
         if n.op == "output":
             return [tuple(self._of_row(m, k) for m in n.all_input_nodes) for k in range(self._count)]
+        for m in n.all_input_nodes:
+            if self._to_fetch.pop(m, None) is self.env[m]:  # What differs from row to row is no weight.
+                self.env[m] = self._stage.fetch(self.env[m])
         if any(isinstance(self.env[m], _PerRow) for m in n.all_input_nodes):
             result: Any = _PerRow(self._call(n, k) for k in range(self._count))
         else:
             result = self._call(n, 0)
-        self._ran(n)
+        self._stage.forget(n, self._inputs)
         return result
 
     def _of_row(self, node: fx.Node, k: int) -> Any:

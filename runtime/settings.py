@@ -34,7 +34,8 @@ class Settings:
         numerics: ``"exact"``, or ``"fast"``: rows of a schedule are made as one batch, and last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default would fall back to the untouched module with a warning.
-        release_weights: ``True`` or ``"disk"`` lets weights that the loop does not read leave memory.
+        release_weights: let weights that the loop does not read leave memory: of a CPU for the ``"disk"``, of a CUDA
+            device for the ``"cpu"``; ``True`` is whichever it is.
         max_cached_bytes: bound on what is held between calls, per denoiser; ``None`` is a quarter of the
             denoiser's own weights, at least 256 MiB.
     """
@@ -61,15 +62,31 @@ class Settings:
             raise TypeError(f"dynamic={self.dynamic!r} must be None, True or False")
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict={self.strict!r} must be True or False")
-        if self.release_weights not in (True, False, "disk"):
-            raise ValueError(f"release_weights={self.release_weights!r} must be False, True or 'disk'")
-        if self.release_weights and not release.SUPPORTED:
-            raise ValueError(f"release_weights={self.release_weights!r} needs Linux; leave it out")
+        if self.release_weights not in (True, False, "cpu", "disk"):
+            raise ValueError(f"release_weights={self.release_weights!r} must be False, True, 'cpu' or 'disk'")
         limit = self.max_cached_bytes
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
             raise TypeError(f"max_cached_bytes={limit!r} must be a whole number of bytes, or None for the default")
         if limit is not None and limit < 0:
             raise ValueError(f"max_cached_bytes={limit} must be at least 0, or None for the default")
+
+    def check_release(self, name: str, devices: set[str]) -> None:
+        """Whether weights of the denoiser ``name`` can be released from ``devices``, their types.
+
+        Raises:
+            ValueError: they cannot, or not to where the user said.
+        """
+        chosen = f"release_weights={self.release_weights!r}"
+        if not self.release_weights or not devices:
+            return
+        if devices - {"cpu", "cuda"}:
+            raise ValueError(f"{chosen} is for the CPU and CUDA, and {name} is on {', '.join(sorted(devices))}")
+        if self.release_weights == "cpu" and "cpu" in devices:
+            raise ValueError(f"{chosen} would free nothing, as {name} is on the CPU; 'disk' does")
+        if self.release_weights == "disk" and "cuda" in devices:
+            raise ValueError(f"{chosen} is for denoisers on the CPU, and {name} is on CUDA; 'cpu' is for those")
+        if "cpu" in devices and not release.SUPPORTED:
+            raise ValueError(f"{chosen} needs Linux for a denoiser on the CPU; leave it out")
 
     def resolve_backend(self) -> Callable[..., Any]:
         """The back end as a function of a graph and its example inputs."""

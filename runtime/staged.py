@@ -137,7 +137,7 @@ class StagedGraph:
         self._pick_weights = picker(self._weights)
         stages: list[StageCall] = []
         for place, stage in enumerate(self.program.stages):
-            function = HoistedStage(stage.module, fast=self._fast, forget=released.forget if released else None)
+            function = HoistedStage(stage.module, fast=self._fast, released=released)
             stages.append(StageCall.of(stage, function, position, place))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
         # Both bodies exist from the start, so that switching between them compiles nothing.

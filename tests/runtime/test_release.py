@@ -65,6 +65,7 @@ def test_weights_of_hoisted_work_are_released_and_no_others(twins: Twins) -> Non
     assert not mapped(module.body.weight)
     assert twins.report.bytes_released == 3 * WIDTH * WIDTH * 4
     assert twins.report.recompiles == 0
+    assert twins.report.bytes_read_back > 0
     assert same_bytes(module, twins.untouched)
 
 
@@ -158,7 +159,29 @@ def test_an_exception_in_mid_loop_leaves_a_whole_model(twins: Twins, monkeypatch
 
 
 def test_bad_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="release_weights='cpu' must be False, True or 'disk'"):
+    with pytest.raises(ValueError, match="release_weights='gpu' must be False, True, 'cpu' or 'disk'"):
+        compile_denoiser(WideDit(), release_weights="gpu")
+    with pytest.raises(ValueError, match="'cpu' would free nothing, as WideDit is on the CPU; 'disk' does"):
         compile_denoiser(WideDit(), release_weights="cpu")
-    with pytest.raises(ValueError, match="is for denoisers on the CPU, and WideDit is on meta"):
+    with pytest.raises(ValueError, match="is for the CPU and CUDA, and WideDit is on meta"):
         compile_denoiser(WideDit().to("meta"), release_weights=True)
+
+
+@pytest.mark.cuda
+def test_weights_of_a_cuda_device_lie_on_the_host_and_stay_readable() -> None:
+    torch.manual_seed(0)
+    module = WideDit().eval().cuda()
+    untouched = copy.deepcopy(module)
+    compile_denoiser(module, backend="eager", strict=True, release_weights=True)
+    before = torch.cuda.memory_allocated()
+    for seed in (0, 1):
+        for step in (3.0, 2.0, 1.0):
+            call = {k: v.cuda() for k, v in inputs(seed, step).items()}
+            with torch.no_grad():
+                assert torch.equal(module(**call), untouched(**call))
+    released = 3 * WIDTH * WIDTH * 4
+    assert before - torch.cuda.memory_allocated() > released // 2
+    assert module.modulation.weight.is_cuda
+    assert same_bytes(module, untouched)
+    restore(module)
+    assert same_bytes(module, untouched)
