@@ -82,7 +82,9 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         return name, BindingTime.REQUEST
     of_a_module = re.search(r"\b(_parameters|_buffers|_modules)\b", name) is not None
     if match is None or match["local"] == "self" or of_a_module:  # Attributes of the model and globals.
-        return module_path(name), BindingTime.MODEL
+        # A number (LoRA's scale, say) is a new tensor at each call: only its bits tell whether it is the one it was.
+        number = getattr(grapharg, "pass_arg_as_tensor", False)
+        return module_path(name), BindingTime.REQUEST if number else BindingTime.MODEL
     argument = match["local"]
     if argument == "kwargs" and match["key"]:
         argument = match["key"]

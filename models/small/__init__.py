@@ -1,11 +1,13 @@
 """Small pipelines and denoisers of diffusers with random weights, built without a download."""
 
 from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls, prepare_capture
+from .embedded import EMBEDDED
 from .pipelines import DEFAULT_PROMPT, FAMILIES, Size, build_pipeline, example_call
 
 __all__ = [
     "DEFAULT_PROMPT",
     "DENOISERS",
+    "EMBEDDED",
     "FAMILIES",
     "NOT_DENOISERS",
     "Denoiser",

@@ -57,11 +57,13 @@ def build_denoiser(
     blocks: int | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    **changes: Any,
 ) -> nn.Module:
     """The denoiser called `name`, in eval mode, its parameters in `dtype` and drawn from `seed`.
 
     `blocks` sets the depth; where a class has several kinds of blocks, it is the number of the first, and the
     others keep their ratio to it. Parts that the class keeps in float32 when a checkpoint loads, stay so.
+    `changes` are values of the configuration that shall be others.
     """
     entry = find(DENOISERS, name, "denoiser")
     config = entry.tiny if size == "tiny" else entry.bench
@@ -70,7 +72,7 @@ def build_denoiser(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = getattr(diffusers.models.transformers, entry.class_name)
-        module: nn.Module = randomize(kind(**_with_blocks(entry, config, blocks))).eval()
+        module: nn.Module = randomize(kind(**{**_with_blocks(entry, config, blocks), **changes})).eval()
     set_dtype(module, dtype, keep=getattr(module, "_keep_in_fp32_modules", None) or ())
     return module
 

@@ -1,5 +1,8 @@
 """Small diffusers pipelines with random weights, built without a download.
 
+`build_pipeline` makes one, `example_call` the arguments of a call. Those of `FAMILIES`, described here, have text
+encoders and draw pictures; to those of `EMBEDDED`, in the file beside this one, prompts are given as embeddings.
+
 Pipelines, schedulers, VAEs, text encoders and transformers are of the classes a checkpoint loads; only widths
 and depths shrink, and the weights are drawn from a seed. Tokenizers encode bytes, so they need no vocabulary.
 "tiny" is for tests. "demo" keeps the proportions of a checkpoint's blocks and embeddings at an eighth
@@ -25,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from .common import find, randomize, set_dtype
+from .embedded import EMBEDDED, Embedded
 
 Size = Literal["tiny", "demo"]
 
@@ -80,12 +84,13 @@ def build_pipeline(
     name: str, size: Size = "tiny", *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> DiffusionPipeline:
     """The pipeline of a family, in eval mode, its parameters in `dtype` and drawn from `seed`."""
-    family = _family(name)
+    family = _family(name, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe = family.build(size)
-    for component in pipe.components.values():
-        if isinstance(component, nn.Module):
+        pipe = family.build(dtype, seed) if isinstance(family, Embedded) else family.build(size)
+    denoisers = family.denoisers if isinstance(family, Embedded) else ()  # They have their dtype.
+    for key, component in pipe.components.items():
+        if isinstance(component, nn.Module) and key not in denoisers:
             set_dtype(component.eval(), dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -100,22 +105,29 @@ def example_call(
     guidance: bool = True,
     seed: int = 0,
     output_type: str = "latent",
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Arguments for one text-to-image call of `build_pipeline(name, size)`, with a fresh generator.
 
     `steps` defaults to 3 ("tiny") or 20 ("demo"). Without guidance GLM-Image skips the unconditional forward;
     Ideogram 4 runs it and gives it no weight. A GLM-Image call seeds torch's global generator with `seed`, as
-    its pipeline always does to draw prior tokens.
+    its pipeline always does to draw prior tokens. `dtype` is that of embeddings, where these are given.
     """
-    family = _family(name)
+    family = _family(name, size)
+    call = {
+        "num_inference_steps": _STEPS[size] if steps is None else steps,
+        "generator": torch.Generator().manual_seed(seed),
+        "output_type": output_type,
+    }
+    if isinstance(family, Embedded):
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        return {**call, **family.arguments(prompts, guidance, dtype)}
     return {
+        **call,
         "prompt": prompt,
         "height": _PIXELS[size],
         "width": _PIXELS[size],
-        "num_inference_steps": _STEPS[size] if steps is None else steps,
         "guidance_scale": family.guidance if guidance else 1.0,
-        "generator": torch.Generator().manual_seed(seed),
-        "output_type": output_type,
         **family.extra,
     }
 
@@ -251,8 +263,12 @@ FAMILIES: Mapping[str, _Family] = {
 }
 
 
-def _family(name: str) -> _Family:
-    return find(FAMILIES, name, "pipeline")
+def _family(name: str, size: Size) -> _Family | Embedded:
+    families: dict[str, _Family | Embedded] = {**FAMILIES, **EMBEDDED}
+    family = find(families, name, "pipeline")
+    if isinstance(family, Embedded) and size != "tiny":
+        raise ValueError(f"{name!r} has no configuration for {size!r}")
+    return family
 
 
 def _byte_tokenizer(special: list[str], reserved: tuple[str, ...] = (), **kwargs: Any) -> PreTrainedTokenizerFast:

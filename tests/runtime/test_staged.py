@@ -107,6 +107,28 @@ def test_a_tensor_of_the_model_that_changes_at_each_step_is_demoted() -> None:
     assert graph.demoted == ["state"]
 
 
+class Scaled(nn.Linear):
+    """With a number that is no tensor, as LoRA layers and IP-adapters have."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_number_of_the_model_that_is_changed_between_generations() -> None:
+    """Once it has changed, Dynamo passes it as a tensor, which it makes anew for each call."""
+    module = TinyDit()
+    module.text_proj = Scaled(8, 8)
+    twins = Twins(module)
+    for scale in (1.0, 0.3, 0.7):
+        twins.both(lambda m, scale=scale: setattr(m.text_proj, "scale", scale))
+        for step in range(8):
+            twins.check(**tiny_inputs(step=step))
+    assert (twins.runs("request"), twins.runs("schedule")) == (3, 16)  # The second graph has rows of its own.
+    assert not any(graph.demoted for graph in twins.report.graphs)
+
+
 def test_many_one_step_generations_demote_nothing() -> None:
     twins = Twins(TinyDit())
     for seed in range(12):
