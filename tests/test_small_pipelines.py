@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.nn.utils import parameters_to_vector
 
-from dithoist.models.small import FAMILIES, build_pipeline, example_call
+from dithoist.models.small import EMBEDDED, FAMILIES, build_pipeline, example_call
 
 NAMES = sorted(FAMILIES)
 OTHER = 'A dog beside a door with a sign that says "CLOSED"'
@@ -66,7 +66,7 @@ def test_picture(kind: tuple[str, DiffusionPipeline]) -> None:
     assert len(set(first.tobytes())) > 50  # not one flat colour
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EMBEDDED])
 def test_weights_follow_the_seed_and_leave_the_global_generator_alone(name: str) -> None:
     torch.manual_seed(7)
     state = torch.random.get_rng_state()
@@ -92,6 +92,26 @@ def test_ideogram_4_has_two_transformers() -> None:
     pipe = build_pipeline("ideogram-4")
     pairs = zip(pipe.transformer.parameters(), pipe.unconditional_transformer.parameters(), strict=True)
     assert not any(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_transformers_of_wan_2_2_have_weights_of_their_own() -> None:
+    pipe = build_pipeline("wan-2.2")
+    first, second = (parameters_to_vector(m.parameters()) for m in (pipe.transformer, pipe.transformer_2))
+    assert not torch.equal(first, second)
+
+
+def test_embeddings_follow_from_the_prompt_alone() -> None:
+    first, again, other = (example_call("flux", prompt=prompt)["prompt_embeds"] for prompt in ("cat", "cat", "dog"))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    both = example_call("flux", prompt=["cat", "dog"], dtype=torch.bfloat16)
+    assert torch.equal(both["prompt_embeds"], torch.cat([first, other]).bfloat16())
+    assert not torch.equal(*both["pooled_prompt_embeds"])
+
+
+def test_only_those_with_text_encoders_have_a_demo() -> None:
+    with pytest.raises(ValueError, match="'flux' has no configuration for 'demo'"):
+        build_pipeline("flux", "demo")
 
 
 @pytest.mark.parametrize(("name", "close"), [("glm_image", "'glm-image'"), ("Ideogram4", "'ideogram-4'"), ("zzz", "")])

@@ -25,6 +25,7 @@ from diffusers import (
 )
 from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioProjectionModel
 
+from .common import randomize
 from .denoisers import DENOISERS, build_denoiser
 
 LENGTH = 16
@@ -183,15 +184,36 @@ def _audio_parts() -> dict[str, Any]:
     return {"vae": vae, "projection_model": StableAudioProjectionModel(40, 40, 0, 512)}
 
 
+def _picture_vae() -> Any:
+    return diffusers.AutoencoderKL(**_VAE, latent_channels=4, shift_factor=0.1)
+
+
+def _flux_controlnet_parts() -> dict[str, Any]:
+    config = {**DENOISERS["flux"].tiny, "num_layers": 1, "num_single_layers": 1}
+    return {"vae": _picture_vae(), "controlnet": randomize(diffusers.FluxControlNetModel(**config))}
+
+
+def _sd3_controlnet_parts() -> dict[str, Any]:
+    config = {**DENOISERS["sd3"].tiny, "num_layers": 1}
+    return {"vae": _picture_vae(), "controlnet": randomize(diffusers.SD3ControlNetModel(**config))}
+
+
 def _flux_2_parts() -> dict[str, Any]:
     """A VAE for its latents' statistics."""
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=4, latent_channels=4
-    )
-    return {"vae": vae, "is_distilled": False}
+    return {"vae": diffusers.AutoencoderKLFlux2(**_VAE, latent_channels=4), "is_distilled": False}
 
 
+# It reduces a picture by 8, as those of checkpoints do.
+_VAE: Mapping[str, Any] = {
+    "block_out_channels": (4, 4, 4, 4),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+}
 _PICTURE = {"height": 64, "width": 64}
+# A picture to follow, but not in the last steps.
+_CONTROL = {"control_image": torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64), "control_guidance_end": 0.7}
 # Neither another size that the checkpoint knows, nor the default negative prompt.
 _AS_GIVEN = {"use_resolution_binning": False, "negative_prompt": None}
 _VIDEO = {"height": 32, "width": 32, "num_frames": 5}
@@ -229,6 +251,24 @@ EMBEDDED: Mapping[str, Embedded] = {
         _joint_and_pooled,
         {"guidance_scale": 7.0},
         _PICTURE,
+    ),
+    "flux-controlnet": Embedded(
+        "FluxControlNetPipeline",
+        {"transformer": "flux"},
+        _shifted(base_shift=0.5, max_shift=1.15),
+        _joint_and_pooled,
+        {"true_cfg_scale": 3.0},
+        {**_PICTURE, **_CONTROL, "guidance_scale": 3.5},
+        parts=_flux_controlnet_parts,
+    ),
+    "sd3-controlnet": Embedded(
+        "StableDiffusion3ControlNetPipeline",
+        {"transformer": "sd3"},
+        _shifted(shift=3.0),
+        _joint_and_pooled,
+        {"guidance_scale": 7.0},
+        {**_PICTURE, **_CONTROL},
+        parts=_sd3_controlnet_parts,
     ),
     "wan": _WAN,
     "wan-2.2": Embedded(
