@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..passes.effects import view_base
 
@@ -44,6 +45,7 @@ class _Place:
     memory: mmap.mmap
     start: int
     length: int
+    storage: StorageWeakRef
 
 
 class ReleasedWeights:
@@ -66,6 +68,9 @@ class ReleasedWeights:
         Raises:
             OSError: there is no room for the file; nothing has changed.
         """
+        # Casting, fusing and the like leave weights in other memory; what was theirs must not fill the disk.
+        for address in [a for a, place in list(self._places.items()) if place.storage.expired()]:
+            self._places.pop(address, None)
         chosen = [w for w in dict.fromkeys(weights) if self._place(w) is None and _can_be_released(w)]
         if not chosen:
             return 0
@@ -78,7 +83,7 @@ class ReleasedWeights:
             memory = mmap.mmap(file.fileno(), ends[-1])
         for weight, start, length in zip(chosen, ends, lengths, strict=False):
             _move(weight, torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
-            self._places[weight.data_ptr()] = _Place(memory, start, length)
+            self._places[weight.data_ptr()] = _Place(memory, start, length, StorageWeakRef(weight.untyped_storage()))
             self.forget(weight)
         return sum(lengths)
 
