@@ -10,7 +10,7 @@ One rule follows a documented limit: weights written through ``.data`` are notic
 no callback writes them that way.
 
 Compiling takes a hundred times as long as drawing, so histories share it: a twin that came through a history whole is
-put back as it was (every attribute and bit of its modules, nothing held) and serves the next. A twin that did not is
+put back as it was (attributes and bits of its modules, nothing held) and serves the next. A twin that did not is
 never used again, so a failure repeats without what went before.
 """
 
@@ -228,7 +228,8 @@ class Compiled:
         self.pipe = compile_pipeline(copy.deepcopy(self.pristine), **options)
         transformer = self.pipe.transformer
         self.state = transformer._compiled_call_impl.state
-        self._attributes = [(vars(o), _copies(vars(o))) for o in (self.pipe, *transformer.modules())]
+        objects = (self.pipe, *transformer.modules(), *transformer.attn_processors.values())
+        self._attributes = [(vars(o), _copies(vars(o))) for o in objects]
         self._bits = [(t, t.detach().clone()) for t in (*transformer.parameters(), *transformer.buffers())]
 
     def reset(self) -> None:
