@@ -103,6 +103,21 @@ def test_another_dtype_is_another_model(twins: Twins) -> None:
     assert same_bytes(twins.compiled, twins.untouched)
 
 
+def test_files_go_with_the_weights_that_were_in_them(twins: Twins) -> None:
+    """Fusing LoRA with ``safe_fusing``, casting, assigning a state dict: each leaves the weights in other memory."""
+
+    def files() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("dithoist-" in line or "(deleted)" in line for line in maps)
+
+    before = files()
+    for _ in range(3):
+        twins.both(lambda m: m.double().float())
+        generations(twins)
+        assert mapped(twins.compiled.modulation.weight)
+    assert files() == before
+
+
 def test_copies_and_files_are_whole(twins: Twins, tmp_path: Any) -> None:
     clone = copy.deepcopy(twins.compiled)
     assert same_bytes(clone, twins.untouched)
