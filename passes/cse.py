@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .context import PassContext
-from .effects import pinned_reason, storage_owner
+from .effects import effect, storage_owner
 
 
 def call_key(node: fx.Node, spell: Callable[[fx.Node], Hashable] = lambda n: n) -> Hashable:
@@ -40,7 +40,7 @@ def call_key(node: fx.Node, spell: Callable[[fx.Node], Hashable] = lambda n: n) 
 def _mergeable(node: fx.Node) -> bool:
     # Uninitialised memory is no value: two of them are two buffers.
     empty = getattr(node.target, "overloadpacket", None) in (torch.ops.aten.empty, torch.ops.aten.empty_like)
-    return node.op == "call_function" and not empty and pinned_reason(node) is None
+    return node.op == "call_function" and not empty and effect(node) is None
 
 
 def eliminate_common_subexpressions(gm: fx.GraphModule, context: PassContext) -> int:

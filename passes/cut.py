@@ -5,7 +5,7 @@ AOTAutograd's partitioner decides in the same way what to save for the backward 
 in bytes:
 
 * *holding* it costs its size, for schedule values once for each of `ROWS` steps. Views are never held, their base is:
-  one tensor, however many views of it the body reads.
+  one tensor, however many views of it the body reads. Nor are sizes, but for numbers the host had to wait for.
 * *making it again* costs the body, at every step, what the operation reads and writes, and `LAUNCH` for one more
   operation where the back end does not fuse it into others. Views, casts and sizes are free. A result more than
   `EXPANSION` times what it is made from (a mask spread over heads) counts only what it reads, so it is not held.
@@ -130,6 +130,8 @@ def _holding(node: fx.Node, read_by_body: set[fx.Node]) -> float:
         return 0 if free else tensor_bytes([node])
     if node.op == "get_attr":
         return 0
+    if host_read(node) and is_size(node):
+        return 8 * _rows(node)
     if is_view(node) or is_size(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return math.inf
     return tensor_bytes([node]) * _rows(node)
@@ -155,7 +157,8 @@ def _demand(node: fx.Node, held: set[fx.Node]) -> None:
     """Add to ``held`` what must be held so that a later stage can have ``node``."""
     if is_input(node) or node in held:
         return
-    if is_view(node) or is_size(node) or (is_cast(node) and _repeat_cast(node, held)):
+    free = is_view(node) or is_size(node) or (is_cast(node) and _repeat_cast(node, held))
+    if free and not host_read(node):
         for source in node.all_input_nodes:
             _demand(source, held)
     else:

@@ -11,19 +11,18 @@ from __future__ import annotations
 from torch import fx
 
 from .context import PassContext
-from .effects import host_read, is_size, pinned_reason
+from .effects import effect, host_read, is_assertion, is_size
 
 
 def _impure(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
-    reason = pinned_reason(node)
-    return reason is not None and reason != "host read"
+    return effect(node) not in (None, "host read")
 
 
 def _only_asserted(node: fx.Node) -> bool:
     """Whether every use of ``node`` ends, through sizes alone, in assertions."""
-    return all(pinned_reason(user) == "assertion" or (is_size(user) and _only_asserted(user)) for user in node.users)
+    return all(is_assertion(user) or (is_size(user) and _only_asserted(user)) for user in node.users)
 
 
 def _users_of_users(node: fx.Node, found: set[fx.Node]) -> set[fx.Node]:

@@ -153,13 +153,25 @@ def written_memory(node: fx.Node) -> fx.Node:
         node = owner.all_input_nodes[0]
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the call only fails or does not: ``_assert_scalar`` and the like."""
+    return isinstance(node.target, OpOverload) and effect(node) == "assertion"
+
+
 def pinned_reason(node: fx.Node) -> str | None:
     """Why the node must stay where the model put it, or ``None`` if it may be hoisted.
 
     Hoisting needs two things (as loop-invariant code motion does everywhere): the call is *pure*, so that
     running it once gives what running it each time gave; and it is *safe to speculate*, so that running it
-    where a branch would have skipped it cannot fail or be seen.
+    where a branch would have skipped it cannot fail or be seen. A host read is both: it makes the host wait, which is
+    a reason to hoist it. An assertion may fail wherever it runs, but only in a call that would fail in any case.
     """
+    reason = effect(node)
+    return None if reason in ("host read", "assertion") else reason
+
+
+def effect(node: fx.Node) -> str | None:
+    """What the call does besides its result, or ``None`` if nothing."""
     if node.op != "call_function":
         return None
     target = node.target

@@ -31,7 +31,7 @@ from .context import PassContext
 from .cost import is_operation, tensor_bytes
 from .cse import call_key
 from .edit import needed_nodes, placeholder_for
-from .effects import is_size, is_view, pinned_reason, view_base, writes_argument
+from .effects import effect, is_size, is_view, view_base, writes_argument
 
 MIN_REPEATS = 3
 MIN_OPERATIONS = 12
@@ -239,7 +239,7 @@ def _parts(repeats: list[_Repeat], length: int) -> Iterable[tuple[str, list[rang
 def _boundary(inside: list[fx.Node], outputs: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
     """What a region reads from outside, in the order of reading, and all its function is made of."""
     outside = {source for node in inside for source in _reads(node)} - set(inside)
-    needed = needed_nodes([*outputs, *(n for n in inside if pinned_reason(n) is not None)], outside)
+    needed = needed_nodes([*outputs, *(n for n in inside if effect(n) is not None)], outside)
     reads = (source for node in inside if node in needed for source in _reads(node))
     return list({source: None for source in reads if source in outside}), needed
 

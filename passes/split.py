@@ -6,7 +6,8 @@ the views, casts and sizes of earlier values (:mod:`dithoist.passes.cut`).
 
 Legality: a hoisted node reads only values of earlier or equal time (the join), so every stage finds its inputs
 in graph inputs, in its own nodes or in held values of stages that ran before it. Nodes keep their order
-inside a stage, so random calls and writes, all of them in the body, happen in the model's order. A held value
+inside a stage, so random calls and writes, all of them in the body, happen in the model's order. An assertion runs in
+the first stage that knows what it asks: where it fails there, it would have failed in this call. A held value
 may be read for many steps, so nobody outside may get hold of it: an output that is a held value, or a view of
 one, leaves the body as a copy. Graph inputs that leave as outputs are left alone: sharing memory with the
 caller's tensor is what the model did.
@@ -24,7 +25,7 @@ from .binding_time import HOISTED, BindingTime, binding_time
 from .context import PassContext
 from .cut import choose_held, is_input
 from .edit import call, needed_nodes, placeholder_for
-from .effects import pinned_reason, view_base
+from .effects import is_assertion, pinned_reason, view_base
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,13 @@ def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
     held = choose_held(gm, context)
     placeholders = gm.graph.find_nodes(op="placeholder")
     stages = []
+    assertions = [n for n in gm.graph.nodes if is_assertion(n)]
     for time in HOISTED:
         outputs = [n for n in held if binding_time(n) == time]
         if outputs:
-            stages.append(_stage(gm, time, outputs, held))
+            known = [n for n in assertions if binding_time(n) | time == time]
+            assertions = [n for n in assertions if n not in known]
+            stages.append(_stage(gm, time, outputs, held, known))
             context.count(f"held_{time.label}", len(outputs))
     (output,) = gm.graph.find_nodes(op="output")
     effects = [n for n in gm.graph.nodes if pinned_reason(n) is not None]
@@ -95,7 +99,7 @@ def split_by_binding_time(gm: fx.GraphModule, context: PassContext) -> Program:
         placeholders=tuple(n.name for n in placeholders),
         labels={n.name: binding_time(n) for n in placeholders},
         stages=tuple(stages),
-        body=_stage(gm, BindingTime.STEP, [*effects, output], held),
+        body=_stage(gm, BindingTime.STEP, [*effects, *assertions, output], held),
         sources={n.name: _sources([n]) for n in held},
     )
 
@@ -128,9 +132,15 @@ def _copy_held_outputs(gm: fx.GraphModule, context: PassContext) -> None:
     output.args = fx.node.map_arg(output.args, lambda n: copies.get(n, n))
 
 
-def _stage(gm: fx.GraphModule, time: BindingTime, outputs: list[fx.Node], held: Iterable[fx.Node]) -> Stage:
+def _stage(
+    gm: fx.GraphModule,
+    time: BindingTime,
+    outputs: list[fx.Node],
+    held: Iterable[fx.Node],
+    assertions: Iterable[fx.Node] = (),
+) -> Stage:
     external = {n for n in held if binding_time(n) != time}
-    needed = needed_nodes(outputs, external)
+    needed = needed_nodes([*outputs, *assertions], external)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in gm.graph.nodes if n in needed and (n.op == "placeholder" or n in external)]

@@ -79,7 +79,10 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
     name = name() if callable(name) else str(name)
     match = _ARGUMENT.match(name)
     if isinstance(value, (torch.SymInt, int)):
-        return name, BindingTime.REQUEST
+        # A size, or a number that is passed, such as the step's index.
+        argument = match["local"] if match and match.end() == len(name) else ""
+        label = state.labels.get(argument, default_label(argument)) if argument else BindingTime.REQUEST
+        return argument or name, label if label == BindingTime.SCHEDULE else BindingTime.REQUEST
     of_a_module = re.search(r"\b(_parameters|_buffers|_modules)\b", name) is not None
     if match is None or match["local"] == "self" or of_a_module:  # Attributes of the model and globals.
         # A number (LoRA's scale, say) is a new tensor at each call: only its bits tell whether it is the one it was.
