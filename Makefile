@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint bench fuzz clean
+.PHONY: setup demo test lint bench fuzz coverage clean
 
 setup: $(READY)
 
@@ -32,7 +32,10 @@ bench: setup
 	$(BIN)/python -m bench $(ARGS)
 
 fuzz: setup
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -k "property or equivalence"
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -k "property or equivalence or coverage"
+
+coverage: setup
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/test_coverage.py --coverage-table docs/coverage.md
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

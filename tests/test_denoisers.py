@@ -1,6 +1,7 @@
 """Real denoisers: what is left for every step, counted exactly, and their repeated blocks as one function.
 
 Counting comes before timing: these numbers do not depend on the machine, so a hoist that is lost shows here first.
+`test_coverage.py` counts less, of every class; its runs serve here too.
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
+from class_runs import ClassRun, class_run
 from torch._dynamo.utils import counters
 from twins import Twins
 
 from dithoist.models.small.denoisers import build_denoiser, example_calls
-from dithoist.passes import PassContext, Stage
+from dithoist.passes import PassContext
 from dithoist.runtime import backend
-from dithoist.runtime.denoiser import compiled_denoiser
-from dithoist.runtime.staged import StagedGraph
 
 
 @dataclass(frozen=True)
@@ -50,28 +49,15 @@ COUNTS = {
 }
 
 
-def graph_of(twins: Twins) -> StagedGraph:
-    wrapper = compiled_denoiser(twins.compiled)
-    assert wrapper is not None
-    (graph,) = wrapper.state.graphs
-    return graph
-
-
-def products(*stages: Stage) -> int:
-    aten = torch.ops.aten
-    found = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-    return sum(n.target in found for stage in stages for n in stage.module.graph.nodes)
-
-
-def count(graph: StagedGraph, report: Any) -> Counts:
-    times = report.by_time
-    stages = graph.program.stages
+def count(run: ClassRun) -> Counts:
+    (graph,) = run.report.graphs
+    times = graph.by_time
     return Counts(
-        captured=report.captured_operations,
+        captured=graph.captured_operations,
         body=times["step"].operations,
-        products_request=products(*(s for s in stages if s.time.label in ("model", "request"))),
-        products_row=products(*(s for s in stages if "schedule" in s.time.label)),
-        products_body=products(graph.program.body),
+        products_request=run.products["model"] + run.products["request"],
+        products_row=sum(n for time, n in run.products.items() if "schedule" in time),
+        products_body=run.products["step"],
         weights_body=times["step"].weights_read,
         held_request=sum(t.bytes_held for name, t in times.items() if name in ("model", "request")),
         held_row=sum(t.bytes_held for name, t in times.items() if "schedule" in name),
@@ -80,15 +66,9 @@ def count(graph: StagedGraph, report: Any) -> Counts:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_is_left_for_every_step_is_counted(name: str) -> None:
-    twins = Twins(build_denoiser(name))
-    for seed in (0, 1):
-        for call in example_calls(name, twins.untouched, seed=seed):
-            twins.check(**call)
-    (report,) = twins.report.graphs
-    assert count(graph_of(twins), report) == COUNTS[name]
-    assert report.body_host_syncs == []
-    assert not report.demoted
-    assert twins.report.recompiles == 0
+    run = class_run(name)
+    assert count(run) == COUNTS[name]
+    assert not run.report.graphs[0].demoted
 
 
 @pytest.mark.parametrize("name", COUNTS)

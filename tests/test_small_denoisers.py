@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dithoist.models.small import DENOISERS, NOT_DENOISERS, Sizes, build_denoiser, example_calls
+from dithoist.models.small import DENOISERS, Sizes, build_denoiser, example_calls
 from dithoist.models.small.spec import no_request
 
 # What the published configurations of the bench's families say where their classes' defaults say otherwise, and how
@@ -59,15 +58,6 @@ def request_of(calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 def times_of(call: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {k: v for k, v in call.items() if k == "t" or ("time" in k and isinstance(v, torch.Tensor))}
-
-
-def test_every_transformer_of_diffusers_is_accounted_for_once() -> None:
-    module = diffusers.models.transformers
-    classes = {name for name in dir(module) if inspect.isclass(getattr(module, name))}
-    entries = [entry.class_name for entry in DENOISERS.values()]
-    assert len(set(entries)) == len(entries)
-    assert set(entries) | set(NOT_DENOISERS) == classes
-    assert not set(entries) & set(NOT_DENOISERS)
 
 
 def test_outputs_repeat_and_react(built: tuple[str, nn.Module]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from random_graphs import bits_equal
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dithoist import compile_denoiser, report
 from dithoist.runtime.report import DenoiserReport
@@ -45,15 +46,18 @@ class Twins:
         compile_denoiser(self.compiled, backend="eager", strict=True, **options)
 
     def check(self, *args: Any, **kwargs: Any) -> Any:
-        """Call both with equal arguments and equal random state; the results must have the same bits."""
+        """Call both with equal arguments and equal random state; the results must have the same bits, and so must
+        the tensors that the arguments hold afterwards."""
+        copied = copy.deepcopy((args, kwargs))
         with torch.no_grad():
             state = torch.get_rng_state()
-            expected = self.untouched(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            expected = self.untouched(*copied[0], **copied[1])
             after = torch.get_rng_state()
             torch.set_rng_state(state)
             actual = self.compiled(*args, **kwargs)
             assert torch.equal(torch.get_rng_state(), after), "drew another number of random values"
         _assert_same(actual, expected)
+        _assert_same(tensors((args, kwargs)), tensors(copied))
         return actual
 
     def both(self, change: Any) -> None:
@@ -70,15 +74,19 @@ class Twins:
         return sum(g.by_time[time].runs for g in self.report.graphs if time in g.by_time)
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert bits_equal(actual, expected), f"{actual} is not {expected}"
-    elif isinstance(expected, (tuple, list)):
-        assert len(actual) == len(expected)
-        for a, e in zip(actual, expected, strict=True):
-            _assert_same(a, e)
-    else:
-        assert actual == expected
+    (actual_leaves, actual_form), (expected_leaves, expected_form) = tree_flatten(actual), tree_flatten(expected)
+    assert actual_form == expected_form
+    for a, e in zip(actual_leaves, expected_leaves, strict=True):
+        if isinstance(e, torch.Tensor):
+            assert bits_equal(a, e), f"{a} is not {e}"
+        else:
+            assert a == e
 
 
 def tiny_inputs(seed: int = 0, step: float = 1.0, *, tokens: int = 4, text: int = 3) -> dict[str, torch.Tensor]:

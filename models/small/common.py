@@ -45,5 +45,10 @@ def set_dtype(module: nn.Module, dtype: torch.dtype, keep: Iterable[str] = ()) -
     """
     kept = set(keep)
     for name, value in module.state_dict(keep_vars=True).items():
-        if value.is_floating_point() and not kept.intersection(name.split(".")):
+        if not value.is_floating_point() or kept.intersection(name.split(".")):
+            continue
+        if isinstance(value, nn.Parameter):
             value.data = value.data.to(dtype)
+        else:  # A new one: a buffer may be a view, of which only the base has the dtype.
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, value.to(dtype))
