@@ -12,6 +12,7 @@ from .runtime.explanation import Explanation
 from .runtime.pipeline import compile_pipeline, restore
 from .runtime.report import Report, report
 from .runtime.state import DithoistWarning
+from .runtime.step import compile_step
 
 __all__ = [
     "DithoistWarning",
@@ -19,6 +20,7 @@ __all__ = [
     "Report",
     "compile_denoiser",
     "compile_pipeline",
+    "compile_step",
     "explain",
     "report",
     "restore",

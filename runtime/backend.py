@@ -78,16 +78,12 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
     name = getattr(source, "name", node.name)
     name = name() if callable(name) else str(name)
     match = _ARGUMENT.match(name)
-    if isinstance(value, (torch.SymInt, int)):
-        # A size, or a number that is passed, such as the step's index.
-        argument = match["local"] if match and match.end() == len(name) else ""
-        label = state.labels.get(argument, default_label(argument)) if argument else BindingTime.REQUEST
-        return argument or name, label if label == BindingTime.SCHEDULE else BindingTime.REQUEST
     of_a_module = re.search(r"\b(_parameters|_buffers|_modules)\b", name) is not None
+    number = isinstance(value, (torch.SymInt, int))
     if match is None or match["local"] == "self" or of_a_module:  # Attributes of the model and globals.
         # A number (LoRA's scale, say) is a new tensor at each call: only its bits tell whether it is the one it was.
-        number = getattr(grapharg, "pass_arg_as_tensor", False)
-        return module_path(name), BindingTime.REQUEST if number else BindingTime.MODEL
+        changes = number or getattr(grapharg, "pass_arg_as_tensor", False)
+        return module_path(name), BindingTime.REQUEST if changes else BindingTime.MODEL
     argument = match["local"]
     if argument == "kwargs" and match["key"]:
         argument = match["key"]
@@ -95,8 +91,11 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         position = int(match["index"])
         argument = state.arguments[position] if position < len(state.arguments) else argument
     if argument.startswith("___"):  # A value on Dynamo's stack after a graph break: made by the model itself.
-        return name, BindingTime.STEP
+        return name, BindingTime.REQUEST if number else BindingTime.STEP
     label = state.labels.get(argument, default_label(argument))
+    if number:  # Of the schedule, such as the step's index; or a size, which is no value of what it is the size of.
+        passed = match.end() == len(name) and label == BindingTime.SCHEDULE
+        return argument, BindingTime.SCHEDULE if passed else BindingTime.REQUEST
     # An argument is no weight: only its bits tell whether it is the one it was.
     return argument, BindingTime.REQUEST if label == BindingTime.MODEL else label
 
@@ -218,6 +217,10 @@ def _dumper(state: DenoiserState) -> Callable[[str, fx.GraphModule], None] | Non
 
 def forward_arguments(module: torch.nn.Module) -> list[str]:
     """Names of the arguments ``module.forward`` takes, without ``self`` and ``**kwargs``."""
+    return function_arguments(type(module).forward)[1:]
+
+
+def function_arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments a function takes, without ``*args`` and ``**kwargs``."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    signature = inspect.signature(type(module).forward)
-    return [p.name for p in list(signature.parameters.values())[1:] if p.kind not in kinds]
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind not in kinds]

@@ -34,14 +34,14 @@ DYNAMO_CONFIG = {
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
-class _DynamoOptions:
+class DynamoOptions:
     """Dynamo's options around our own calls.
 
     One patch serves all calls where it can be entered twice (torch 2.13): each new one leaves an entry in the context.
     """
 
-    def __init__(self, *, guard_hooks: bool) -> None:
-        self._changes = DYNAMO_CONFIG | {"skip_nnmodule_hook_guards": not guard_hooks}
+    def __init__(self, *, guard_hooks: bool, **changes: Any) -> None:
+        self._changes = DYNAMO_CONFIG | {"skip_nnmodule_hook_guards": not guard_hooks} | changes
         self._patch: AbstractContextManager[Any] = dynamo_config.patch(self._changes)
         self._reentrant = isinstance(getattr(self._patch, "_prior", None), ContextVar)
 
@@ -52,11 +52,68 @@ class _DynamoOptions:
         return fresh
 
 
-_OPTIONS = _DynamoOptions(guard_hooks=False)
-_OPTIONS_WITH_HOOKS = _DynamoOptions(guard_hooks=True)
+_OPTIONS = DynamoOptions(guard_hooks=False)
+_OPTIONS_WITH_HOOKS = DynamoOptions(guard_hooks=True)
 
 
-class CompiledDenoiser:
+def compile_for(state: DenoiserState, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` of ``function`` for our back end."""
+    options: dict[str, Any] = {"backend": make_backend(state), "dynamic": state.settings.dynamic}
+    if _ISOLATES:
+        # Two denoisers of one class share code; their recompiles must not count against each other.
+        options["isolate_recompiles"] = True
+    return torch.compile(function, **options)
+
+
+class Compiled:
+    """Something Dynamo compiled for our back end, and what to do when that fails."""
+
+    def __init__(self, state: DenoiserState) -> None:
+        self.state = state
+        self._broken = False
+
+    @property
+    def title(self) -> str:
+        """What was compiled, for people."""
+        raise NotImplementedError
+
+    def weights(self) -> list[torch.Tensor]:
+        """Tensors whose release is counted."""
+        return []
+
+    def remove(self) -> None:
+        """Undo the compilation and free what is held."""
+        raise NotImplementedError
+
+    def _run(self, compiled: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``compiled``, or ``original`` where Dynamo cannot."""
+        ran = self.state.graph_calls
+        try:
+            result = compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
+                self._broken = True
+                self.state.fall_back(f"capture failed behind a graph break: {type(error).__name__}: {error}", error)
+                raise
+            # An error of the model's own is raised again here, in its own words.
+            result = original(*args, **kwargs)
+            self._broken = True
+            self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
+            return result
+        if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
+            self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
+        return result
+
+    def _may_run(self) -> bool:
+        if self._broken or env.disabled() or _is_being_traced():
+            return False
+        if torch.is_grad_enabled():
+            self.state.fall_back("gradients are enabled; call it under torch.no_grad()")
+            return False
+        return True
+
+
+class CompiledDenoiser(Compiled):
     """What a compiled module calls instead of ``_call_impl`` (as ``nn.Module.compile`` arranges it).
 
     The module itself stays in place, so ``config``, ``dtype``, saving and LoRA loading go on working, and
@@ -64,23 +121,27 @@ class CompiledDenoiser:
     """
 
     def __init__(self, module: torch.nn.Module, state: DenoiserState) -> None:
+        super().__init__(state)
         self.module = module
-        self.state = state
         self.previous: Callable[..., Any] | None = None
         self._had_previous = False
         # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
         weakref.finalize(module, state.held.clear)
-        self._broken = False
         self._handles = -1
         self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
         self._compiled = self._compile()
 
+    @property
+    def title(self) -> str:
+        """The module's class."""
+        return type(self.module).__name__
+
+    def weights(self) -> list[torch.Tensor]:
+        """The module's parameters and buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
     def _compile(self) -> Callable[..., Any]:
-        options: dict[str, Any] = {"backend": make_backend(self.state), "dynamic": self.state.settings.dynamic}
-        if _ISOLATES:
-            # Two denoisers of one class share code; their recompiles must not count against each other.
-            options["isolate_recompiles"] = True
-        return torch.compile(self.module._call_impl, **options)
+        return compile_for(self.state, self.module._call_impl)
 
     def _look_for_hooks(self) -> None:
         """Guard on hooks only once there are any: checking at every call that every submodule has none takes long."""
@@ -102,42 +163,24 @@ class CompiledDenoiser:
         if not self._had_previous:
             del self.module._compiled_call_impl
         self.state.held.clear()
-        self.state.released.restore([*self.module.parameters(), *self.module.buffers()])
+        self.state.released.restore(self.weights())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._broken or not self._applies():
+        if not self._applies():
             return self.module._call_impl(*args, **kwargs)
         if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
             self._look_for_hooks()
-        ran = self.state.graph_calls
-        try:
-            with self._options():
-                result = self._compiled(*args, **kwargs)
-        except TorchDynamoException as error:
-            if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
-                self._broken = True
-                self.state.fall_back(f"capture failed behind a graph break: {type(error).__name__}: {error}", error)
-                raise
-            # An error of the model's own is raised again here, in its own words.
-            result = self.module._call_impl(*args, **kwargs)
-            self._broken = True
-            self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
-            return result
-        if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
-            self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
-        return result
+        with self._options():
+            return self._run(self._compiled, self.module._call_impl, *args, **kwargs)
 
     def _applies(self) -> bool:
-        if env.disabled() or _is_being_traced():
+        if not self._may_run():
             return False
         if _has_any_global_hook():
             self.state.fall_back("a global module hook is registered, which compiled code would not call")
             return False
         if self.module.training:
             self.state.fall_back("it is in training mode; call .eval() on it")
-            return False
-        if torch.is_grad_enabled():
-            self.state.fall_back("gradients are enabled; call it under torch.no_grad()")
             return False
         return True
 

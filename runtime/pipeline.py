@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from .denoiser import (
-    CompiledDenoiser,
+    Compiled,
     compiled_denoiser,
     prepare_denoiser,
     replace_denoisers,
@@ -97,15 +97,17 @@ def compile_pipeline(
     return pipe
 
 
-def compiled_denoisers(target: Any) -> list[CompiledDenoiser]:
-    """The compiled denoisers of a pipeline or module.
+def compiled_denoisers(target: Any) -> list[Compiled]:
+    """The compiled denoisers of a pipeline or module, or a compiled step itself.
 
     Raises:
-        TypeError: ``target`` is neither.
+        TypeError: ``target`` is none of these.
         ValueError: nothing in it is compiled.
     """
+    if isinstance(target, Compiled):
+        return [target]
     modules = [target] if isinstance(target, torch.nn.Module) else list(find_denoisers(target).values())
-    found = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
+    found: list[Compiled] = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
     if not found:
         raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first")
     return found
@@ -115,7 +117,7 @@ def restore(target: P) -> P:
     """Undo ``compile_pipeline`` or ``compile_denoiser``: the modules are exactly what they were.
 
     Args:
-        target: the compiled pipeline or module.
+        target: the compiled pipeline or module; or a compiled step, which then calls the function it was made from.
 
     Returns:
         ``target`` itself.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..passes import TIMES, BindingTime, Stage, format_binding_times
 from ..passes import cost as costs
-from .denoiser import CompiledDenoiser
+from .denoiser import Compiled
 from .pipeline import compiled_denoisers
 from .staged import StagedGraph
 
@@ -132,30 +132,30 @@ def report(target: Any) -> Report:
     """What dithoist did to a compiled pipeline or module.
 
     Args:
-        target: what was passed to ``compile_pipeline`` or ``compile_denoiser``. Graphs appear with the first
-            call.
+        target: what was passed to ``compile_pipeline`` or ``compile_denoiser``, or what ``compile_step`` returned.
+            Graphs appear with the first call.
 
     Raises:
-        TypeError: ``target`` is neither a pipeline nor a module.
+        TypeError: ``target`` is none of these.
         ValueError: it was not compiled.
     """
     return Report([_denoiser_report(wrapper) for wrapper in compiled_denoisers(target)])
 
 
-def _denoiser_report(wrapper: CompiledDenoiser) -> DenoiserReport:
+def _denoiser_report(wrapper: Compiled) -> DenoiserReport:
     state = wrapper.state
     graphs = sorted(state.graphs, key=lambda g: g.number)
     backend = state.settings.backend
     return DenoiserReport(
         name=state.name,
-        module=type(wrapper.module).__name__,
+        module=wrapper.title,
         backend=backend if isinstance(backend, str) else getattr(backend, "__name__", repr(backend)),
         graphs=[_graph_report(g) for g in graphs],
         fallbacks=list(state.fallbacks),
         recompiles=state.recompiles,
         graph_breaks=state.graph_breaks,
         bytes_held=state.held.bytes,
-        bytes_released=state.released.bytes([*wrapper.module.parameters(), *wrapper.module.buffers()]),
+        bytes_released=state.released.bytes(wrapper.weights()),
         bytes_read_back=state.released.bytes_read_back,
         cache_hits=state.held.hits,
         cache_misses=state.held.misses,

@@ -172,7 +172,7 @@ def test_cse_that_merges_random_draws() -> None:
         passes.eliminate_common_subexpressions, lambda x: torch.rand_like(x) - torch.rand_like(x), torch.ones(2)
     )
     check()
-    with mock.patch.object(cse, "pinned_reason", return_value=None):
+    with mock.patch.object(cse, "effect", return_value=None):
         assert fails(check)
 
 
