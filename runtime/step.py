@@ -84,7 +84,7 @@ class CompiledStep(Compiled):
 
 def _unknown(sources: str) -> AbstractContextManager[Any]:
     """Let Dynamo take these numbers as unknown from the first call on, so that none has a graph of its own."""
-    patch: AbstractContextManager[Any] = compiler_config.patch(unbacked_sources=sources)
+    patch: AbstractContextManager[Any] = compiler_config.patch(unbacked_sources=sources)  # type: ignore[attr-defined]
     return patch
 
 
