@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/python -m dithoist demo --out out
 
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n auto --dist loadfile tests
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from ..passes import BindingTime
 
 _SCHEDULE = re.compile(
-    r"(.*_)?(t|times?|timesteps?|sigmas?|guidance|guidance_scale|noise_level)(_cond)?|i|step|(step_)?(index|idx)"
+    r"(.*_)?(t|times?|timesteps?|sigmas?|guidance|guidance_scale|noise_level)(_cond|_r)?|i|step|(step_)?(index|idx)"
 )
-_STEP = re.compile(r"x|z|sample|hidden_states|(.*_)?(latents?|residuals?|block_samples)")
+_STEP = re.compile(r"x|z|sample|((audio|video)_)?hidden_states|(.*_)?(latents?|residuals?|block_samples)")
 
 
 @dataclass(frozen=True)

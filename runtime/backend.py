@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def module_path(source: str) -> str:
 def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: DenoiserState) -> Any:
     """AOTAutograd's inference graph, staged; or as it is, if our compiler fails."""
     try:
-        inputs = graph_inputs(aot, captured)
+        inputs = graph_inputs(aot, captured, state.chosen)
         staged = StagedGraph(
             aot,
             inputs,
@@ -135,21 +135,24 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
     return _Guarded(staged, aot, state)
 
 
-def graph_inputs(aot: fx.GraphModule, captured: list[CapturedInput]) -> list[GraphInput]:
-    """The placeholders of AOTAutograd's graph, which get the names of what they stand for."""
-    inputs = [_graph_input(node, captured) for node in aot.graph.find_nodes(op="placeholder")]
+def graph_inputs(aot: fx.GraphModule, captured: list[CapturedInput], chosen: Collection[str] = ()) -> list[GraphInput]:
+    """The placeholders of AOTAutograd's graph, which get the names of what they stand for.
+
+    ``chosen`` are arguments whose label the user gave, which no observation promotes.
+    """
+    inputs = [_graph_input(node, captured, chosen) for node in aot.graph.find_nodes(op="placeholder")]
     _pin_written_weights(aot, inputs)
     return inputs
 
 
-def _graph_input(node: fx.Node, captured: list[CapturedInput]) -> GraphInput:
+def _graph_input(node: fx.Node, captured: list[CapturedInput], chosen: Collection[str]) -> GraphInput:
     """AOTAutograd says which of Dynamo's inputs each of its own is; what it made itself is ``STEP``."""
     index = getattr(node.meta.get("desc"), "idx", None)
     if index is None or index >= len(captured):
         return GraphInput(node.name, node.name, BindingTime.STEP)
     name, label = captured[index]
     node._rename(name)  # Dumps and reports then speak of hidden_states rather than arg0_1.
-    return GraphInput(node.name, name, label)
+    return GraphInput(node.name, name, label, movable=label == BindingTime.STEP and name not in chosen)
 
 
 def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:

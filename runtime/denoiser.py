@@ -219,7 +219,7 @@ def prepare_denoiser(
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, loop)
+    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, loop, labels or ())
     return CompiledDenoiser(module, state)
 
 

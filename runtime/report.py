@@ -44,8 +44,9 @@ class GraphReport:
     Attributes:
         captured_operations: operations in the graph as captured, all of which ran at every step.
         by_time: the work by binding time (``"model"``, ``"request"``, ... ``"step"``).
-        inputs: binding time of each argument, after demotion.
-        demoted: request arguments that turned out to change at every step.
+        inputs: binding time of each argument, as found out.
+        demoted: arguments and weights that turned out to change from step to step.
+        promoted: arguments of the step that turned out to stay.
         hoisted_weights: bytes of weights that only hoisted work reads.
         body_host_syncs: calls left in the body that make the host wait.
         notes: what a pass could not do, and why.
@@ -57,6 +58,7 @@ class GraphReport:
     by_time: dict[str, TimeReport]
     inputs: dict[str, str]
     demoted: list[str]
+    promoted: list[str]
     hoisted_weights: int
     body_host_syncs: list[str]
     notes: list[str]
@@ -176,6 +178,7 @@ def _graph_report(graph: StagedGraph) -> GraphReport:
         by_time={t.label: _time_report(stages[t], weights, graph) for t in TIMES if t in stages},
         inputs={i.name: graph.labels[i.node].label for i in graph.inputs.values() if i.node not in weights},
         demoted=list(graph.demoted),
+        promoted=list(graph.promoted),
         hoisted_weights=_weight_bytes(graph, hoisted_only),
         body_host_syncs=costs.host_reads(body.module),
         notes=list(graph.context.notes),
@@ -221,7 +224,9 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
         )
         syncs = ", ".join(graph.body_host_syncs) or "none"
         console.print(f"  host reads left in the body: {syncs}")
-        for line in [*(f"demoted to step: {d}" for d in graph.demoted), *graph.notes]:
+        found = [f"{name}: changes from step to step" for name in graph.demoted]
+        found += [f"{name}: stays from step to step" for name in graph.promoted]
+        for line in [*found, *graph.notes]:
             console.print(f"  note: {line}", highlight=False)
     for reason in denoiser.fallbacks:
         console.print(f"  fell back: {reason}", highlight=False)

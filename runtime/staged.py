@@ -28,25 +28,26 @@ from .cache import HeldValues
 from .device_schedule import DeviceSchedule
 from .forecast import Forecast
 from .identity import InputIdentity, WeightsIdentity, reads_wait
+from .labels import Observation
 from .loop import Generations, Loop
 from .release import ReleasedWeights
 from .rows import HoistedStage
 from .table import StageCall, Table, picker
 
-DEMOTE_AFTER = 4
-"""An input that changed in more than this many steps in a row is treated as one that changes every step."""
-
-_MAX_BRANCHES = 8
 _graph_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One placeholder of a captured graph: its node name, the name for people, and when it is known."""
+    """One placeholder of a captured graph: its node name, the name for people, and when it is known.
+
+    ``movable``: an input of the step that turns out to stay may be taken for one of the request.
+    """
 
     node: str
     name: str
     label: BindingTime
+    movable: bool = False
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
@@ -105,6 +106,8 @@ class StagedGraph:
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
         self.demoted: list[str] = []
+        self.promoted: list[str] = []
+        self._observation = Observation()
         self.calls = 0
         self.stage_runs = dict.fromkeys(TIMES, 0)
         self.draws = any(is_random(node) for node in gm.graph.nodes)
@@ -164,9 +167,14 @@ class StagedGraph:
         self._pick_releasable = picker([i for i in self._weights if i not in kept])
         self._released_epoch = -1
         self._generations = Generations(self._loop)
-        self._recent: dict[int, dict[Hashable, None]] = {i: {} for i in self._request_inputs}
-        self._changes: dict[int, int] = {}
+        self._observation.begin(
+            dict.fromkeys(self._request_inputs, BindingTime.REQUEST) | dict.fromkeys(self._weights, BindingTime.MODEL),
+            [i for i, name in enumerate(self.program.placeholders) if self._may_be_promoted(name)],
+        )
         self._last_schedule: Hashable = None
+
+    def _may_be_promoted(self, name: str) -> bool:
+        return self.inputs[name].movable and self.labels[name] == BindingTime.STEP
 
     def _body_call(self, body: Stage, position: dict[str, int]) -> StageCall:
         return StageCall.of(body, compile_body(body, self._backend, self.context), position)
@@ -215,7 +223,10 @@ class StagedGraph:
             self._held.drop(self.number)
         moved = schedule != self._last_schedule or not self._schedule_inputs
         self._last_schedule = schedule
-        if self._demote(tokens, {self._weights[i] for i in changed}, moved=moved):
+        weights = {self._weights[i] for i in changed}
+        wrong = self._observation.look(values, tokens, weights, moved=moved, starts=starts)
+        if wrong:
+            self._relabel(wrong)
             return self._look(values)
         self._table.passed(schedule, values, starts=starts)
         return tokens
@@ -228,42 +239,16 @@ class StagedGraph:
                 return float(value.flatten()[:1].tolist()[0].real)
         return None
 
-    def _demote(self, tokens: dict[int, Hashable], changed_weights: set[int], *, moved: bool) -> bool:
-        """Treat inputs and weights that change at every step as step inputs. Returns whether there were any.
-
-        Only changes between steps (``moved``) count: a loop of one step with a new prompt each time is no
-        evidence.
-        """
-        for i in self._request_inputs:
-            self._count_change(i, self._is_new(i, tokens[i]), moved)
-        for i in self._weights:
-            self._count_change(i, i in changed_weights, moved)
-        changing = [i for i, n in self._changes.items() if n > DEMOTE_AFTER]
-        for i in changing:
+    def _relabel(self, labels: dict[int, BindingTime]) -> None:
+        """Stage the graph anew, with labels that were found out."""
+        for i, label in labels.items():
             node = self.program.placeholders[i]
-            self.labels[node] = BindingTime.STEP
-            self.demoted.append(self.inputs[node].name)
-        if changing:
-            self._held.drop(self.number)
-            self._held.drop(("inputs", self.number))
-            self._build()
-        return bool(changing)
-
-    def _count_change(self, i: int, changed: bool, moved: bool) -> None:
-        if not changed:
-            self._changes.pop(i, None)
-        elif moved:
-            self._changes[i] = self._changes.get(i, 0) + 1
-
-    def _is_new(self, i: int, token: Hashable) -> bool:
-        """Whether the input has none of its last few values (guidance branches alternate between some)."""
-        recent = self._recent[i]
-        new = token not in recent
-        recent.pop(token, None)
-        recent[token] = None
-        if len(recent) > _MAX_BRANCHES:
-            del recent[next(iter(recent))]
-        return new
+            names = self.demoted if label > self.labels[node] else self.promoted
+            names.append(self.inputs[node].name)
+            self.labels[node] = label
+        self._held.drop(self.number)
+        self._held.drop(("inputs", self.number))
+        self._build()
 
     @property
     def host_reads(self) -> int:

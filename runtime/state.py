@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch._guards import CompileContext
@@ -40,12 +40,14 @@ class DenoiserState:
         arguments: list[str] | None = None,
         weight_bytes: int = 0,
         loop: Loop | None = None,
+        chosen: Collection[str] = (),
     ) -> None:
         self.name = name
         self.settings = settings
         self.labels = dict(labels or {})
         self.arguments = arguments or []
         self.loop = loop or Loop()
+        self.chosen = frozenset(chosen)
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.released = ReleasedWeights()

@@ -131,4 +131,4 @@ def compile_step(
     arguments = function_arguments(step_fn)
     chosen = argument_labels("", arguments, parse_labels(labels, arguments))
     name = getattr(step_fn, "__name__", "step")
-    return CompiledStep(step_fn, arguments, DenoiserState(name, settings, chosen, arguments))
+    return CompiledStep(step_fn, arguments, DenoiserState(name, settings, chosen, arguments, chosen=labels or ()))
