@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from .effects import host_read, is_size, is_view
+from .effects import host_read, is_size, is_view, view_base
 
 
 def is_operation(node: fx.Node) -> bool:
@@ -58,6 +58,15 @@ def _hinted(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_hinted(v) for v in value)
     return value
+
+
+def inputs_of_products(gm: fx.GraphModule) -> set[str]:
+    """Names of the graph inputs that a product, convolution or attention reads, as they are or through views."""
+    found = set()
+    for node in gm.graph.nodes:
+        if node_flops(node):
+            found |= {base.name for base in map(view_base, node.all_input_nodes) if base.op == "placeholder"}
+    return found
 
 
 def tensor_bytes(nodes: Iterable[fx.Node]) -> int:

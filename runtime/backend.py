@@ -127,6 +127,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
             loop=state.loop,
             released=state.released if state.settings.release_weights else None,
             fast=state.settings.numerics == "fast",
+            warn=state.warn,
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)

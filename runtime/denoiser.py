@@ -126,7 +126,7 @@ class CompiledDenoiser(Compiled):
         self.previous: Callable[..., Any] | None = None
         self._had_previous = False
         # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
-        weakref.finalize(module, state.held.clear)
+        weakref.finalize(module, state.close)
         self._handles = -1
         self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
         self._compiled = self._compile()
@@ -273,6 +273,7 @@ def replace_denoisers(wrappers: list[CompiledDenoiser]) -> None:
         if earlier is not None:
             same = earlier.state.settings == wrapper.state.settings
             if same and earlier.state.labels == wrapper.state.labels:
+                earlier.state.loop.join(wrapper.state.loop)
                 continue
             earlier.remove()
         wrapper.install()

@@ -30,6 +30,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .cache import HeldValues
+from .release import ALIGNMENT
 
 _SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
@@ -77,14 +78,19 @@ DeviceToken = Callable[[torch.Tensor, Callable[[torch.Tensor], Hashable]], Hasha
 class InputIdentity:
     """Tokens for the successive values of one graph input."""
 
-    def __init__(self, held: HeldValues, owner: Hashable, schedule: DeviceToken | None = None) -> None:
+    def __init__(
+        self, held: HeldValues, owner: Hashable, schedule: DeviceToken | None = None, *, aligned: bool = False
+    ) -> None:
         """
         Args:
             held: where private copies live, within its bound.
             owner: first part of their keys.
+            aligned: where a value lies matters too: a matrix product reads it, and one of a few rows takes its path,
+                and with it its last bits, by the remainder of the address.
             schedule: for a schedule input, makes the tokens of values on an accelerator.
         """
         self._schedule = schedule
+        self._aligned = aligned
         self._held = held
         self._owner = owner
         self._fresh = itertools.count()
@@ -103,6 +109,12 @@ class InputIdentity:
 
     def bits_token(self, value: torch.Tensor) -> Hashable:
         """The token of a value on the host."""
+        token = self._bits_token(value)
+        if not self._aligned or value.layout != torch.strided:
+            return token
+        return token, value.data_ptr() % ALIGNMENT
+
+    def _bits_token(self, value: torch.Tensor) -> Hashable:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return self._object_token(value)
         if value.is_conj() or value.is_neg():

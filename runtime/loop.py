@@ -18,25 +18,51 @@ _MAX_STEPS = 4096
 
 
 class Loop:
-    """The loop of a diffusers pipeline, through its scheduler; of no pipeline, a loop nothing is known of."""
+    """The loop of a diffusers pipeline, through its scheduler.
+
+    Of no pipeline, a loop nothing is known of; of several that share the denoiser, only when a generation begins.
+    """
 
     def __init__(self, pipe: object = None) -> None:
-        self._pipe = weakref.ref(pipe) if pipe is not None else lambda: None
+        self._pipes = [weakref.ref(pipe)] if pipe is not None else []
+        self._seen: list[Any] = []
+        self._generation = object()
         self._read: tuple[Any, int] = (None, 0)
         self._timesteps: torch.Tensor | None = None
         self._doubts: dict[torch.device, torch.Tensor] = {}
         self.trusted = True
         """Whether the scheduler's word was always true."""
 
+    def join(self, other: Loop) -> None:
+        """The pipelines of ``other`` use the denoiser too."""
+        known = {id(pipe()) for pipe in self._pipes}
+        self._pipes += [pipe for pipe in other._pipes if id(pipe()) not in known]
+
+    def _schedulers(self) -> list[Any]:
+        pipes = [pipe() for pipe in self._pipes]
+        if None in pipes:
+            self._pipes = [pipe for pipe in self._pipes if pipe() is not None]
+        return [scheduler for pipe in pipes if (scheduler := getattr(pipe, "scheduler", None)) is not None]
+
+    @property
+    def generation(self) -> object:
+        """Another object in each generation: ``set_timesteps`` makes a new tensor at its start."""
+        now = [getattr(scheduler, "timesteps", None) for scheduler in self._schedulers()]
+        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True)):
+            self._seen, self._generation = now, object()
+        return self._generation
+
     @property
     def schedule(self) -> Any:
-        """The scheduler's timesteps: ``set_timesteps`` makes a new tensor at the start of each generation."""
-        return getattr(getattr(self._pipe(), "scheduler", None), "timesteps", None)
+        """The timesteps of the one scheduler there is."""
+        schedulers = self._schedulers()
+        return getattr(schedulers[0], "timesteps", None) if len(schedulers) == 1 else None
 
     @property
     def step(self) -> int | None:
         """Index into the timesteps; ``None`` in the first step, and of schedulers that do not count."""
-        step = getattr(getattr(self._pipe(), "scheduler", None), "step_index", None)
+        schedulers = self._schedulers()
+        step = getattr(schedulers[0], "step_index", None) if len(schedulers) == 1 else None
         return step if isinstance(step, int) else None
 
     def timesteps(self) -> torch.Tensor | None:
@@ -78,7 +104,7 @@ class Generations:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._schedule: Any = None
+        self._generation: object = None
         self._progress: dict[Hashable, _Progress] = {}
         self._direction = 0.0  # The way timesteps went the last time they went on.
 
@@ -92,16 +118,16 @@ class Generations:
             schedule: token of what the step passes.
             position: the timestep as a number, if it is known.
         """
-        timesteps = self._loop.schedule
+        generation = self._loop.generation
         progress = self._progress.get(request)
         move = 0.0
         if progress is not None and position is not None and progress.position is not None:
             move = position - progress.position
-        restarted = timesteps is not self._schedule or (
+        restarted = generation is not self._generation or (
             progress is not None
             and (schedule in progress.seen or len(progress.seen) > _MAX_STEPS or move * self._direction < 0)
         )
-        self._schedule = timesteps
+        self._generation = generation
         if restarted or len(self._progress) >= _MAX_LOOPS:
             self._progress.clear()
         if progress is None or restarted:

@@ -15,7 +15,9 @@ last tensor in it. Its space is reserved before anything is changed. Pages that 
 cache as long as there is room, which costs the process no memory.
 
 A weight is left alone if its memory is not its own: other tensors over it (tied weights that are two parameters, a
-flattened buffer) would keep the old bytes alive and miss later writes.
+flattened buffer, other processes) would keep the old bytes alive and miss later writes. Addresses keep their
+remainder, because a matrix product of a few rows takes its path, and with it its last bits, by how its operands are
+aligned. Memory changes hands only while no other call of the denoiser is under way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +35,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST_BYTES = 64 * 2**10
 """Smaller weights are not worth a page of their own."""
+
+ALIGNMENT = 64
+"""Bytes, of a cache line and of PyTorch's own memory."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,47 +65,71 @@ class ReleasedWeights:
     def __init__(self) -> None:
         self.bytes_read_back = 0
         self._places: dict[int, _Place] = {}
+        self._gate = threading.Lock()
+        self._calls = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around each call that may read the weights."""
+        with self._gate:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._calls -= 1
 
     def bytes(self, weights: Iterable[torch.Tensor]) -> int:
         """Bytes of those of ``weights`` that are released."""
         places = {w.data_ptr(): self._place(w) for w in weights}
         return sum(place.length for place in places.values() if place is not None)
 
-    def release(self, weights: Sequence[torch.Tensor]) -> int:
+    def release(self, weights: Sequence[torch.Tensor]) -> bool:
         """Move those of ``weights`` that can be to a file or to the host; the others stay as they are.
 
         Returns:
-            How many bytes were moved.
+            Whether that was done; while another call is under way it is not.
 
         Raises:
             OSError: there is no room; what had been moved until then lies where it was moved.
         """
+        with self._gate:  # No call begins meanwhile; the one that asks is one.
+            if self._calls > 1:
+                return False
+            self._release(weights)
+        return True
+
+    def _release(self, weights: Sequence[torch.Tensor]) -> None:
         # Casting, fusing and the like leave weights in other memory; what was theirs must not fill the disk.
         for address in [a for a, place in list(self._places.items()) if place.storage.expired()]:
             self._places.pop(address, None)
         chosen = [w for w in dict.fromkeys(weights) if self._place(w) is None and _can_be_released(w)]
-        mapped = [w for w in chosen if w.device.type == "cpu"]
-        hosted = [w for w in chosen if w.device.type == "cuda"]
-        if mapped:
-            self._map(mapped)
-        for weight in hosted:
+        self._map([w for w in chosen if w.device.type == "cpu"])
+        for weight in (w for w in chosen if w.device.type == "cuda"):
             length = weight.untyped_storage().nbytes()
-            _move(weight, _host_memory(length, weight.device))
+            _move([weight], _host_memory(length, weight.device))
             self._put(weight, None, 0, length)
-        return sum(w.untyped_storage().nbytes() for w in chosen)
 
     def _map(self, weights: Sequence[torch.Tensor]) -> None:
-        lengths = [w.untyped_storage().nbytes() for w in weights]
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
+        starts, end = [], 0
+        for weight in weights:
+            starts.append(end + weight.data_ptr() % ALIGNMENT)
+            end = -(-(starts[-1] + weight.untyped_storage().nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not weights:
+            return
         with tempfile.TemporaryFile(prefix="dithoist-") as file:
-            os.posix_fallocate(file.fileno(), 0, ends[-1])
-            memory = mmap.mmap(file.fileno(), ends[-1])
-        for weight, start, length in zip(weights, ends, lengths, strict=False):
-            _move(weight, torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
+            os.posix_fallocate(file.fileno(), 0, end)
+            memory = mmap.mmap(file.fileno(), end)
+        for weight, start in zip(weights, starts, strict=True):
+            length = weight.untyped_storage().nbytes()
+            _move([weight], torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
             self._put(weight, memory, start, length)
-            memory.madvise(mmap.MADV_DONTNEED, start, length)
+            self._drop_pages(memory, start, length)
+
+    @staticmethod
+    def _drop_pages(memory: mmap.mmap, start: int, length: int) -> None:
+        page = start - start % mmap.PAGESIZE
+        memory.madvise(mmap.MADV_DONTNEED, page, start + length - page)
 
     def _put(self, weight: torch.Tensor, memory: mmap.mmap | None, start: int, length: int) -> None:
         storage = StorageWeakRef(weight.untyped_storage())
@@ -116,13 +147,24 @@ class ReleasedWeights:
             return
         self.bytes_read_back += place.length
         if place.memory is not None:
-            place.memory.madvise(mmap.MADV_DONTNEED, place.start, place.length)
+            self._drop_pages(place.memory, place.start, place.length)
 
     def restore(self, weights: Iterable[torch.Tensor]) -> None:
-        """Bring ``weights`` back into memory of their own, and forget about all others."""
+        """Bring ``weights`` back into memory of their own, and forget about all others.
+
+        Weights over one memory stay that. Where somebody else lies over it too, all stay where they are: readable.
+        """
+        by_memory: dict[int, list[torch.Tensor]] = {}
         for weight in dict.fromkeys(weights):
             if self._place(weight) is not None:
-                _move(weight, torch.empty(weight.untyped_storage().nbytes(), dtype=torch.uint8, device=weight.device))
+                by_memory.setdefault(weight.data_ptr(), []).append(weight)
+        for together in by_memory.values():
+            if _users(together[0]) == len(together):
+                _move(together, _aligned_memory(together[0]))
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Let go of the files; each goes with the last tensor in it."""
         self._places.clear()
 
     def _place(self, weight: torch.Tensor) -> _Place | None:
@@ -138,10 +180,25 @@ def _can_be_released(weight: torch.Tensor) -> bool:
         return False
     if weight.layout != torch.strided or weight.is_inference() or weight.is_conj() or weight.is_neg():
         return False
+    whole = weight.storage_offset() == 0 and weight.nbytes == weight.untyped_storage().nbytes() >= LEAST_BYTES
+    return whole and _users(weight) == 1 and (weight.is_cuda or not weight.is_shared())
+
+
+def _users(weight: torch.Tensor) -> int:
+    """How many tensors lie over the weight's memory."""
     storage = weight.untyped_storage()
-    whole = weight.storage_offset() == 0 and weight.nbytes == storage.nbytes() >= LEAST_BYTES
-    # Two hold it: the weight and the object in our hand.
-    return whole and torch._C._storage_Use_Count(storage._cdata) == 2
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # The object in our hand.
+
+
+def _aligned_memory(weight: torch.Tensor) -> torch.Tensor:
+    """Memory for the bytes of a weight, aligned as it is."""
+    length, shift = weight.untyped_storage().nbytes(), weight.data_ptr() % ALIGNMENT
+    memory = torch.empty(length, dtype=torch.uint8, device=weight.device)
+    if weight.is_cuda or memory.data_ptr() % ALIGNMENT == shift:
+        return memory
+    room = bytearray(length + 2 * ALIGNMENT)
+    start = (shift - torch.frombuffer(room, dtype=torch.uint8).data_ptr()) % ALIGNMENT
+    return torch.frombuffer(room, dtype=torch.uint8, count=length, offset=start)
 
 
 class _HostArray:
@@ -169,11 +226,12 @@ def _host_memory(length: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def _move(weight: torch.Tensor, memory: torch.Tensor) -> None:
-    """Let ``weight`` lie in ``memory`` (bytes) instead of where it lies, with the same bytes."""
-    old = weight.untyped_storage()
+def _move(weights: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    """Let weights that lie over one memory lie in ``memory`` (bytes) instead, with the same bytes."""
+    first = weights[0]
     with torch.no_grad():
-        memory.copy_(torch.empty(0, dtype=torch.uint8, device=weight.device).set_(old))
-        moved = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        moved.set_(memory.untyped_storage(), 0, weight.shape, weight.stride())
-        weight.data = moved
+        memory.copy_(torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage()))
+        for weight in weights:
+            moved = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            moved.set_(memory.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+            weight.data = moved

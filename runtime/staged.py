@@ -13,6 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program, outline_repeats
+from ..passes.cost import inputs_of_products
 from ..passes.edit import copy_graph
 from ..passes.effects import is_random
 from . import capture
@@ -48,6 +50,15 @@ class GraphInput:
     name: str
     label: BindingTime
     movable: bool = False
+
+
+def _precision() -> Hashable:
+    """How exact products of float32 are, which Dynamo guards in part; held values must not outlive a change of it."""
+    matmul = torch._C._get_fp32_precision_getter("mkldnn", "matmul") if _HAS_PRECISIONS else None
+    return torch.get_float32_matmul_precision(), matmul
+
+
+_HAS_PRECISIONS = hasattr(torch._C, "_get_fp32_precision_getter")
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
@@ -90,6 +101,7 @@ class StagedGraph:
         loop: Loop | None = None,
         released: ReleasedWeights | None = None,
         fast: bool = False,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Split and compile.
 
@@ -102,6 +114,7 @@ class StagedGraph:
             loop: what is known of the loop around the calls.
             released: where weights that only hoisted work reads go after the first call; ``None`` keeps them.
             fast: make the rows of a schedule as one batch.
+            warn: told what the user asked for and does not get.
         """
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
@@ -121,6 +134,7 @@ class StagedGraph:
         self._loop = loop or Loop()
         self._released = released
         self._fast = fast
+        self._warn = warn
         self._lock = threading.RLock()
         self._build()
 
@@ -152,9 +166,15 @@ class StagedGraph:
         self._schedule_inputs = self._with_label(keyed, BindingTime.SCHEDULE)
         self._device_schedule = DeviceSchedule(self._loop)
         owner = ("inputs", self.number)  # Apart from the stages' values, which go when a weight changes.
-        self._identities = {i: InputIdentity(self._held, owner) for i in self._request_inputs} | {
-            i: InputIdentity(self._held, owner, functools.partial(self._device_schedule.token, i))
-            for i in self._schedule_inputs
+        aligned = inputs_of_products(gm)
+        self._identities = {
+            i: InputIdentity(
+                self._held,
+                owner,
+                functools.partial(self._device_schedule.token, i) if i in self._schedule_inputs else None,
+                aligned=self.program.placeholders[i] in aligned,
+            )
+            for i in keyed
         }
         self._table = Table(
             self.number, stages, self._held, self._identities, self._schedule_inputs,
@@ -184,13 +204,16 @@ class StagedGraph:
 
     def __call__(self, args: list[Any]) -> Any:
         """Outputs of the whole graph for these inputs."""
-        values = list(args)
+        with self._released.in_use() if self._released is not None else nullcontext():
+            return self._run(list(args))
+
+    def _run(self, values: list[Any]) -> Any:
         self.calls += 1
         # Held values are never written, so only finding and making them is serialised; bodies run in parallel.
         capturing = capture.is_capturing()
         with self._lock:
             tokens = self._look(values)
-            self._table.extend(values, tokens, self._weights_identity.epoch, capturing=capturing)
+            self._table.extend(values, tokens, (self._weights_identity.epoch, _precision()), capturing=capturing)
             self.stage_runs[BindingTime.STEP] += 1
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body
@@ -203,11 +226,12 @@ class StagedGraph:
     def _release(self, values: list[Any]) -> None:
         """Let go of the weights that the body does not read; they have just been read, and are as they were."""
         assert self._released is not None
-        self._released_epoch = self._weights_identity.epoch
         try:
-            self._released.release(self._pick_releasable(values))
+            if not self._released.release(self._pick_releasable(values)):
+                return  # The next call may.
         except OSError as error:
-            self.context.note("release_weights", f"weights stay in memory: {error}")
+            self._warn(f"weights stay in memory: {error}; set TMPDIR to a directory with room")
+        self._released_epoch = self._weights_identity.epoch
         self._weights_identity.moved(self._pick_weights(values))
 
     def _look(self, values: list[Any]) -> dict[int, Hashable]:

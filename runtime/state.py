@@ -56,6 +56,11 @@ class DenoiserState:
         self.graph_calls = 0
         self._compiles: Counter[int | None] = Counter()
 
+    def close(self) -> None:
+        """Let go of what is held, and of released weights' files: the denoiser is gone."""
+        self.held.clear()
+        self.released.forget_all()
+
     def add_graph(self, graph: StagedGraph) -> None:
         """Keep a newly captured graph for the report (its owner is Dynamo's cache)."""
         self.graphs.add(graph)
@@ -78,9 +83,17 @@ class DenoiserState:
         Raises:
             RuntimeError: with ``strict=True``.
         """
+        log.debug("%s: %s", self.name, reason, exc_info=error)
+        self.warn(reason, "runs as it was: ", error)
+
+    def warn(self, reason: str, prefix: str = "", error: Exception | None = None) -> None:
+        """Remember, and say once, what the user does not get.
+
+        Raises:
+            RuntimeError: with ``strict=True``.
+        """
         if self.settings.strict:
             raise RuntimeError(f"dithoist ({self.name}): {reason}") from error
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            log.debug("%s: %s", self.name, reason, exc_info=error)
-            warnings.warn(f"dithoist: {self.name} runs as it was: {reason}", DithoistWarning, stacklevel=3)
+            warnings.warn(f"dithoist: {self.name} {prefix}{reason}", DithoistWarning, stacklevel=4)

@@ -1,9 +1,9 @@
 """The hoisted stages of one captured graph, and what they gave: request values and the rows of the schedule table.
 
-Each stage has a key: the weights' epoch and the tokens of the inputs its values depend on. If values are held under
-that key they are used, otherwise the stage runs and its values are held from then on. With a forecast, the rows of
-the coming steps are made together with the one that is missing. A forecast is never trusted: a row is used only by a
-call whose own inputs have its key.
+Each stage has a key: the weights' epoch, the precision of products, and the tokens of the inputs its values depend on.
+If values are held under that key they are used, otherwise the stage runs and its values are held from then on. With a
+forecast, the rows of the coming steps are made together with the one that is missing. A forecast is never trusted: a
+row is used only by a call whose own inputs have its key.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Table:
         if self._forecast is not None:
             self._forecast.passed(schedule, self._step(values) or {}, starts=starts)
 
-    def extend(self, values: list[Any], tokens: Tokens, epoch: int, *, capturing: bool) -> None:
+    def extend(self, values: list[Any], tokens: Tokens, epoch: Hashable, *, capturing: bool) -> None:
         """Append to a call's inputs what the stages give, in their order; ``None`` for what no capture allows."""
         for call in self._stages:
             if self._forecast is not None and call is self._scheduled[0] and not capturing:
@@ -108,7 +108,7 @@ class Table:
                 self._keep(call, key, made)
             values.extend(made)
 
-    def _key(self, call: StageCall, tokens: Tokens, epoch: int) -> Hashable:
+    def _key(self, call: StageCall, tokens: Tokens, epoch: Hashable) -> Hashable:
         return self._number, call.place, epoch, tuple(tokens[i] for i in call.key_inputs)
 
     def _keep(self, call: StageCall, key: Hashable, made: Values) -> None:
@@ -120,7 +120,7 @@ class Table:
         step = {i: values[i] for i in self._schedule_inputs}
         return step if step and all(map(is_plain, step.values())) else None
 
-    def _make_rows(self, forecast: Forecast, values: Sequence[Any], tokens: Tokens, epoch: int) -> None:
+    def _make_rows(self, forecast: Forecast, values: Sequence[Any], tokens: Tokens, epoch: Hashable) -> None:
         """Make the rows of this step and of those to come together, if one of this step's is missing."""
         now = self._step(values)
         if now is None or all(self._held.peek(self._key(call, tokens, epoch)) is not None for call in self._scheduled):

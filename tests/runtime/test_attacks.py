@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from random_graphs import bits_equal
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from twins import TinyDit, Twins, tiny_inputs
 
-from dithoist import DithoistWarning, compile_denoiser, report, restore
+from dithoist import DithoistWarning, compile_denoiser, compile_pipeline, report, restore
+from dithoist.models.small import build_pipeline, example_call
 from dithoist.runtime.cache import MAX_ENTRIES, HeldValues
 
 GENERATIONS: dict[str, list[list[float]]] = {
@@ -372,3 +374,58 @@ def test_an_argument_called_a_weight_is_compared_by_its_bits() -> None:
     for step in (3.0, 2.0, 1.0):
         twins.check(REAL, torch.tensor(step), prompt)
         prompt.numpy()[:] += 1
+
+
+class Pooled(nn.Module):
+    """A product that reads an input of the request as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Linear(64, 64)
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        return hidden_states * timestep + self.text(pooled)
+
+
+def test_equal_prompts_that_lie_otherwise() -> None:
+    """A product of two rows takes its path by its operands' addresses."""
+    twins = Twins(Pooled())
+    prompt, latents = torch.randn(2, 64), torch.randn(2, 64)
+    room = torch.empty(2 * 64 + 32)
+    for shift in (0, 1, 4, 6, 0):
+        start = (-room.data_ptr() % 64) // 4 + shift
+        placed = room[start : start + 128].view(2, 64).copy_(prompt)
+        with torch.no_grad():
+            expected = twins.untouched(latents, torch.ones(1), placed)
+            assert bits_equal(twins.compiled(latents, torch.ones(1), placed), expected)
+
+
+def test_the_precision_of_products_changed_between_calls() -> None:
+    twins = Twins(Pooled())
+    latents, prompt = torch.randn(2, 64), torch.randn(2, 64)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("high", "medium", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            twins.check(latents, torch.ones(1), prompt)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_pipelines_that_share_a_denoiser() -> None:
+    """One-step pictures with falling sigmas look like one generation; each pipeline's scheduler says they are not."""
+    untouched = build_pipeline("flux")
+    compiled = copy.deepcopy(untouched)
+    compile_pipeline(compiled, backend="eager", strict=True)
+    others = [type(p)(**p.components | {"scheduler": copy.deepcopy(p.scheduler)}) for p in (untouched, compiled)]
+    compile_pipeline(others[1], backend="eager", strict=True)
+
+    def check(pipes: list[Any], sigma: float) -> None:
+        expected, actual = (p(**example_call("flux", prompt="cat", steps=1), sigmas=[sigma]).images for p in pipes)
+        assert bits_equal(actual, expected)
+        for pipe in (untouched, compiled):
+            pipe.transformer.context_embedder.weight.data.mul_(1.5)  # As fusing LoRA does.
+
+    for sigma in (0.9, 0.7, 0.5):
+        check(others, sigma)
+        check([untouched, compiled], sigma)
