@@ -107,6 +107,11 @@ def _varlen(lengths: list[int], indices: torch.Tensor, positions: int, device: t
     inverse = torch.full((positions,), -1, dtype=torch.int32)
     inverse[indices] = torch.arange(len(indices), dtype=torch.int32)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    # Sending from memory that is not pinned copies first, so nobody has to keep these until they arrived.
-    sent = (part.to(device, non_blocking=True) for part in (cu_seqlens, indices, inverse))
-    return Varlen(*sent, max_seqlen=max(lengths, default=0))
+    return Varlen(
+        _sent(cu_seqlens, device), _sent(indices, device), _sent(inverse, device), max_seqlen=max(lengths, default=0)
+    )
+
+
+def _sent(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    # From memory that is not pinned it is copied before this returns, so nobody has to keep it until it has arrived.
+    return part.to(device, non_blocking=True)
