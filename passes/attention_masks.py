@@ -141,6 +141,7 @@ def find_attention_masks(gm: fx.GraphModule, context: PassContext) -> int:
     Binding times are known by then. Returns how many were found.
     """
     claims: dict[Any, _Claim | None] = {}
+    refused: dict[str, None] = {}
     found = 0
     for node in gm.graph.nodes:
         mask = _mask(node)
@@ -153,11 +154,13 @@ def find_attention_masks(gm: fx.GraphModule, context: PassContext) -> int:
                 claims[key] = _claim(node, mask, shape)
             except _Refused as refusal:
                 claims[key] = None
-                context.note("attention_masks", f"{mask.name} is neither padding nor segments: {refusal}")
+                refused[f"{mask.name} is neither padding nor segments: {refusal}"] = None
         claim = claims[key]
         if claim is not None:
             node.meta["attention_mask"] = AttentionMask(node, mask, *claim)
             found += 1
+    for message in refused:
+        context.note("attention_masks", message)
     return found
 
 
@@ -256,13 +259,14 @@ def _select(node: fx.Node, shape: Any, index: Index) -> Index | None:
 def _slice(node: fx.Node, shape: Any, index: Index) -> Index | None:
     dim, start = schema_argument(node, "dim") % len(shape), schema_argument(node, "start") or 0
     size = shape[dim]
-    if schema_argument(node, "step") != 1 or not isinstance(start, int) or not isinstance(size, int):
+    if schema_argument(node, "step") != 1 or len(index[dim]) > 1:
         return None
-    if len(index[dim]) > 1:
-        return None
+    if start != 0:
+        if not isinstance(start, int) or not isinstance(size, int):
+            return None
+        start = min(max(start + size, 0) if start < 0 else start, size)
     axis, _, offset = index[dim][0] if index[dim] else Digit("", 1)
-    start = min(max(start + size, 0) if start < 0 else start, size)
-    return (*index[:dim], () if size == 1 else (Digit(axis, size, offset + start),), *index[dim + 1 :])
+    return (*index[:dim], () if _one(size) else (Digit(axis, size, offset + start),), *index[dim + 1 :])
 
 
 def _view(node: fx.Node, shape: Any, index: Index) -> Index | None:
@@ -454,8 +458,9 @@ class _Parts:
         step = _earlier(node, index, inverted)
         dtype = node.meta["val"].dtype
         if self.axes(node, index) <= _ROW_AND_KEY:
-            if _shows(node, dtype) is not (not inverted):
-                self.keys.append(self._read(node, index, inverted, _earlier))
+            read = self._read(node, index, inverted, _earlier)
+            if _shows(read.node, read.node.meta["val"].dtype) is not (not read.inverted):  # That shows every key.
+                self.keys.append(read)
         elif step is not None:
             self.take(*step)
         elif (node.target in (_OR if inverted else _AND) and _are_boolean(*node.args)) or _is_sum(node):
