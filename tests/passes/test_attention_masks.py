@@ -475,7 +475,7 @@ def test_every_claim_is_the_truth_table_of_the_mask_property(
     drawn_claim(program, inputs, canonical)
 
 
-SEGMENTS = """ids[:, None, :, None] == ids[:, None, None, :] | (ids + other)[:, None, None] == (ids + other)[:, None].mT
+SEGMENTS = """ids[:, None, :, None] == ids[:, None, None, :] | (ids + other)[:, None, None] == (ids + other)[:, None, None].mT
     | ~(other.unsqueeze(2) != other.unsqueeze(1)).unsqueeze(1) | m[:, None, None] == m[:, None, :, None]"""
 
 
