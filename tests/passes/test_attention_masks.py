@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dithoist.passes import (
     BindingTime,
     PassContext,
     attention_mask,
+    attention_masks,
     binding_times,
     canonicalize_graph,
     find_attention_masks,
@@ -296,6 +298,10 @@ def causal() -> Tensor:
     return torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 
 
+def transposed(m: Tensor) -> Tensor:
+    return m[:, None, None, :].expand(-1, 1, TOKENS, -1).permute(0, 1, 3, 2)
+
+
 def by_head(heads: Tensor, m: Tensor) -> Tensor:
     return heads[:, None, None] & m[:, None, None]
 
@@ -345,6 +351,7 @@ REFUSED = [
     (queries_too, "m .* depends on the query"),
     (queries_only, "depends on the query"),
     (causal, "depends on the query"),
+    (transposed, "m .* depends on the query"),
     (by_head, "heads .* depends on the head"),
     (across_rows, "compares something of the query with something else of the key"),
     (first_row, "something else of the key"),
@@ -475,8 +482,9 @@ def test_every_claim_is_the_truth_table_of_the_mask_property(
     drawn_claim(program, inputs, canonical)
 
 
-SEGMENTS = """ids[:, None, :, None] == ids[:, None, None, :] | (ids + other)[:, None, None] == (ids + other)[:, None, None].mT
-    | ~(other.unsqueeze(2) != other.unsqueeze(1)).unsqueeze(1) | m[:, None, None] == m[:, None, :, None]"""
+SEGMENTS = """ids[:, None, :, None] == ids[:, None, None, :] | m[:, None, None] == m[:, None, :, None]
+    | (ids + other)[:, None, None] == (ids + other)[:, None, None].mT
+    | ~(other.unsqueeze(2) != other.unsqueeze(1)).unsqueeze(1)"""
 
 
 @given(st.sampled_from(split(SEGMENTS)), st.sampled_from(split(LEAVES)), drawn_inputs(), st.booleans())
@@ -484,3 +492,25 @@ def test_every_claim_of_segments_is_the_truth_table_of_the_mask_property(
     segments: str, condition: str, inputs: dict[str, Tensor], canonical: bool
 ) -> None:
     drawn_claim(f"torch.where(({segments}) & ({condition}), 0.0, -INF)", inputs, canonical)
+
+
+# Rules that bite: without one of them a claim is wrong, and the truth table shows it.
+
+
+@pytest.mark.parametrize(
+    ("write", "mutant"),
+    [
+        (pixart, mock.patch.object(attention_masks, "_check_exact")),
+        (smallest, mock.patch.object(attention_masks, "_check_exact")),
+        (two_kinds, mock.patch.object(attention_masks._Parts, "_spell", return_value=0)),
+        (across_rows, mock.patch.object(attention_masks._Parts, "_spell", return_value=0)),
+        (queries_only, mock.patch.object(attention_masks, "_axes_in", return_value=frozenset())),
+        (by_head, mock.patch.object(attention_masks, "_axes_in", return_value=frozenset())),
+        (transposed, mock.patch.dict(attention_masks._MOVES, {torch.ops.aten.permute.default: attention_masks._same})),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_every_rule_is_needed(write: Callable[..., Tensor], mutant: Any) -> None:
+    claims(write)
+    with mutant, pytest.raises((AssertionError, RuntimeError, IndexError)):
+        claims(write)
