@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from .attention_masks import AttentionMask, attention_mask, find_attention_masks
 from .binding_time import TIMES, BindingTime, binding_times, format_binding_times
 from .canonicalize import canonicalize_graph
 from .context import PassContext
@@ -68,18 +69,21 @@ def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, 
 __all__ = [
     "PASSES",
     "TIMES",
+    "AttentionMask",
     "BindingTime",
     "Pass",
     "PassContext",
     "Program",
     "Stage",
     "VerificationError",
+    "attention_mask",
     "binding_times",
     "build_program",
     "canonicalize_graph",
     "eliminate_common_subexpressions",
     "eliminate_copies",
     "eliminate_dead_code",
+    "find_attention_masks",
     "format_binding_times",
     "lower_masked_fill",
     "outline_repeats",

@@ -46,7 +46,7 @@ _TRUSTED_NAMESPACES = frozenset({"aten", "prims", "prim", "dithoist"})
 _COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor", "symm_mem"})
 
 
-def _schema_argument(node: fx.Node, name: str) -> Any:
+def schema_argument(node: fx.Node, name: str) -> Any:
     """Value of the schema argument ``name`` in this call, its default, or ``None`` where there is none."""
     assert isinstance(node.target, OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
@@ -63,7 +63,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    return bool(_schema_argument(node, "dropout_p") != 0.0)
+    return bool(schema_argument(node, "dropout_p") != 0.0)
 
 
 def host_read(node: fx.Node) -> bool:
