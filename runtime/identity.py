@@ -109,6 +109,11 @@ class InputIdentity:
             value = value.resolve_conj().resolve_neg()
         return _small_token(value) if value.nbytes <= _SMALL_BYTES else self._snapshot_token(value.detach())
 
+    def forget(self) -> None:
+        """Let go of every value seen; tokens given are never given again."""
+        self._strides.clear()
+        self._objects.clear()
+
     def _key(self, token: int) -> Hashable:
         return self._owner, "snapshot", id(self), token
 

@@ -250,6 +250,12 @@ class StagedGraph:
         self._held.drop(("inputs", self.number))
         self._build()
 
+    def forget_inputs(self) -> None:
+        """Let go of the inputs that were kept to know them again."""
+        with self._lock:
+            for identity in self._identities.values():
+                identity.forget()
+
     @property
     def host_reads(self) -> int:
         """How often a schedule input had to be read from an accelerator."""

@@ -62,6 +62,12 @@ class DenoiserState:
         compile_id = CompileContext.current_compile_id()
         self._compiles[compile_id.frame_id if compile_id else None] += 1
 
+    def clear(self) -> int:
+        """Forget held values and the inputs they are known by; returns the bytes of held values freed."""
+        for graph in list(self.graphs):
+            graph.forget_inputs()
+        return self.held.clear()
+
     @property
     def recompiles(self) -> int:
         """Graphs captured for a Python frame that had one already."""
