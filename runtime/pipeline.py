@@ -109,7 +109,8 @@ def compiled_denoisers(target: Any) -> list[Compiled]:
     modules = [target] if isinstance(target, torch.nn.Module) else list(find_denoisers(target).values())
     found: list[Compiled] = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
     if not found:
-        raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first")
+        call = "compile_denoiser(module)" if isinstance(target, torch.nn.Module) else "compile_pipeline(pipe)"
+        raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call {call} first")
     return found
 
 

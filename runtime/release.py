@@ -92,9 +92,13 @@ class ReleasedWeights:
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + -(-length // mmap.PAGESIZE) * mmap.PAGESIZE)
-        with tempfile.TemporaryFile(prefix="dithoist-") as file:
-            os.posix_fallocate(file.fileno(), 0, ends[-1])
-            memory = mmap.mmap(file.fileno(), ends[-1])
+        try:
+            with tempfile.TemporaryFile(prefix="dithoist-") as file:
+                os.posix_fallocate(file.fileno(), 0, ends[-1])
+                memory = mmap.mmap(file.fileno(), ends[-1])
+        except OSError as error:
+            wanted = f"{ends[-1] / 2**20:.0f} MiB in {tempfile.gettempdir()}"
+            raise OSError(f"no file of {wanted} ({error}); let TMPDIR name a folder with room") from error
         for weight, start, length in zip(weights, ends, lengths, strict=False):
             _move(weight, torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))
             self._put(weight, memory, start, length)
