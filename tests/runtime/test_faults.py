@@ -140,6 +140,7 @@ def stopped_at_line(number: int, call: Callable[[], object]) -> bool:
         path = frame.f_code.co_filename
         return in_ours if str(Path(path).resolve()).startswith(RUNTIME) else None
 
+    enabled = torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         call()
@@ -147,6 +148,7 @@ def stopped_at_line(number: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(enabled)  # Stopped on the way out of a ``with``, it would not have been left.
     return False
 
 
