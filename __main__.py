@@ -19,6 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--backend", action="append", help="back end, repeatable (default: eager and inductor)")
     explain = commands.add_parser("explain", help="what would be hoisted out of a published model's loop, no weights")
     _explain_arguments(explain)
+    doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about what does not")
+    doctor.add_argument("--json", action="store_true", help="print it as JSON")
+    doctor.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="for compiling with inductor; 0 leaves it out (default: 120)"
+    )
     commands.add_parser("bench", help="denoisers compiled against eager and torch.compile", add_help=False)
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["bench"]:  # It has a parser of its own, which also serves python -m bench.
@@ -26,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.command == "demo":
         return _demo(options)
+    if options.command == "doctor":
+        return _doctor(options)
     if not options.list and options.model is None:
         explain.error("name a model, or --list")
     return _explain(options)
@@ -50,6 +57,14 @@ def _demo(options: argparse.Namespace) -> int:
     outcomes = run_demo(options.out, backends=backends, steps=options.steps, repeats=options.repeats)
     exact = all(o.largest_error == 0 for found in outcomes.values() for o in found if o.backend == "eager")
     return 0 if exact else 1
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .runtime.doctor import TIMEOUT, examine
+
+    found = examine(TIMEOUT if options.timeout is None else options.timeout)
+    print(found.to_json() if options.json else found)
+    return 0 if found.works else 1
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:

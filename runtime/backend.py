@@ -21,9 +21,10 @@ from ..models.families import default_label
 from ..passes import BindingTime, PassContext
 from . import env
 from .device_schedule import ScheduleMismatch
+from .env import log
 from .settings import Settings
 from .staged import GraphInput, StagedGraph
-from .state import DenoiserState, log
+from .state import DOCTOR, DenoiserState
 
 _ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -130,7 +131,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
             warn=state.warn,
         )
     except Exception as error:
-        state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}", error)
+        state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}; {DOCTOR}", error)
         return _Guarded(None, aot, state)
     state.add_graph(staged)
     return _Guarded(staged, aot, state)
@@ -196,7 +197,7 @@ class _Guarded:
                 # What the model itself raises is raised again here, and the staged graph stays.
                 result = self._aot.forward(*args)
                 self._staged = None
-                self._state.fall_back(f"a staged graph failed: {type(error).__name__}: {error}", error)
+                self._state.fall_back(f"a staged graph failed: {type(error).__name__}: {error}; {DOCTOR}", error)
                 return result
         return self._aot.forward(*args)
 
@@ -214,7 +215,7 @@ def _dumper(state: DenoiserState) -> Callable[[str, fx.GraphModule], None] | Non
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number:04}_{state.name}_{title}.py").write_text(text)
         except OSError as error:
-            log.warning("DITHOIST_DUMP: %s", error)
+            log.warning("DITHOIST_DUMP must name a folder that can be written: %s", error)
 
     return dump
 

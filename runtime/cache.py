@@ -81,11 +81,12 @@ class HeldValues:
             for key in [k for k in self._entries if isinstance(k, tuple) and k[0] == owner]:
                 self._discard(key)
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self) -> int:
+        """Forget everything; returns how many bytes that was."""
         with self._lock:
+            freed, self.bytes = self.bytes, 0
             self._entries.clear()
-            self.bytes = 0
+            return freed
 
     def _discard(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)

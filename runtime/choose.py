@@ -126,7 +126,7 @@ def _named(
     if isinstance(model, Mapping) or is_path:
         values = _config(model)
         if "_class_name" not in values:
-            raise ValueError("the configuration names no class: it has no '_class_name', as a denoiser's would")
+            raise ValueError("the configuration names no class: give it a '_class_name', as a denoiser's has")
         kind = _class(f"diffusers.{values['_class_name']}")
         return (str(model) if is_path else kind.__name__), kind, values
     if re.fullmatch(r"[\w.]+\.[A-Z]\w*", str(model)):
@@ -144,7 +144,7 @@ def _config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no configuration: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is no configuration: it holds no object")
+        raise ValueError(f"{path} is no configuration: it must hold an object, as the config.json of a denoiser does")
     return values
 
 
@@ -155,7 +155,7 @@ def _class(path: str) -> type[nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"no class {name} in {place}: {error}") from error
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise ValueError(f"{path} is no module class")
+        raise ValueError(f"{path} must be a class derived from torch.nn.Module")
     return kind
 
 

@@ -23,7 +23,7 @@ from . import env
 from .backend import forward_arguments, make_backend
 from .loop import Loop
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
-from .state import DenoiserState
+from .state import DOCTOR, DenoiserState
 
 DYNAMO_CONFIG = {
     # Boolean indices give data-dependent shapes, which canonicalisation makes static.
@@ -93,12 +93,13 @@ class Compiled:
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
                 self._broken = True
-                self.state.fall_back(f"capture failed behind a graph break: {type(error).__name__}: {error}", error)
+                reason = f"capture failed behind a graph break: {type(error).__name__}: {error}"
+                self.state.fall_back(f"{reason}; make the call again, it will run untouched", error)
                 raise
             # An error of the model's own is raised again here, in its own words.
             result = original(*args, **kwargs)
             self._broken = True
-            self.state.fall_back(f"capture failed: {type(error).__name__}: {error}", error)
+            self.state.fall_back(f"capture failed: {type(error).__name__}: {error}; {DOCTOR}", error)
             return result
         if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
             self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
@@ -159,11 +160,13 @@ class CompiledDenoiser(Compiled):
 
     def remove(self) -> None:
         """Leave the module as it was before :meth:`install` and free what is held."""
-        self.module._compiled_call_impl = self.previous
-        if not self._had_previous:
-            del self.module._compiled_call_impl
-        self.state.held.clear()
+        # The module last, so that an interrupted removal can be repeated.
         self.state.released.restore(self.weights())
+        self.state.held.clear()
+        if self._had_previous:
+            self.module._compiled_call_impl = self.previous
+        else:
+            del self.module._compiled_call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._applies():
@@ -177,7 +180,7 @@ class CompiledDenoiser(Compiled):
         if not self._may_run():
             return False
         if _has_any_global_hook():
-            self.state.fall_back("a global module hook is registered, which compiled code would not call")
+            self.state.fall_back("a global module hook is registered, which compiled code would not call; remove it")
             return False
         if self.module.training:
             self.state.fall_back("it is in training mode; call .eval() on it")

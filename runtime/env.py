@@ -1,9 +1,22 @@
-"""Every environment variable dithoist reads, read at the time of use so that a test may set one."""
+"""Every environment variable dithoist reads, read at the time of use so that a test may set one; and where it logs."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+log = logging.getLogger("dithoist")
+"""``INFO``: what is captured, staged anew, released and freed; ``DEBUG``: weights that changed. Neither by default."""
+
+VARIABLES = {
+    "DITHOIST_DISABLE": "unless it is 0, everything runs as if never compiled",
+    "DITHOIST_DUMP": "the program before and after every pass is written there",
+    "DITHOIST_VERIFY": "unless it is 0, the graph is checked after every pass",
+    "TORCHDYNAMO_DISABLE": "of PyTorch: if it is 1, nothing can be captured",
+    "TORCH_COMPILE_DISABLE": "of PyTorch: if it is 1, nothing can be captured",
+}
+"""Those that change what we do, ours and PyTorch's; for people."""
 
 
 def _flag(name: str) -> bool:

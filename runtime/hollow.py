@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..models.families import argument_labels
 from ..models.small.common import set_dtype
+from . import env
 from .backend import CapturedInput, capturing_backend, forward_arguments, graph_inputs
 from .denoiser import DYNAMO_CONFIG
 from .settings import Settings
@@ -70,7 +71,9 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 def _forward(self: nn.Module, /, **kwargs: Any) -> Any:
     # An eager run would read memory that is not there; the names are those by which inputs are recognised.
     if not torch.compiler.is_compiling():
-        raise RuntimeError("torch.compile is switched off, so nothing can be captured")
+        raise RuntimeError(
+            "torch.compile is switched off, so nothing can be captured; unset TORCHDYNAMO_DISABLE and the like"
+        )
     return self(**kwargs)
 
 
@@ -85,6 +88,8 @@ def capture(module: nn.Module, call: Mapping[str, Any], family: str) -> tuple[fx
     Raises:
         RuntimeError: the call does not become one graph; the message has Dynamo's reason.
     """
+    if env.disabled():  # The back end would run the graph as it is, and there is no memory behind it.
+        raise RuntimeError("DITHOIST_DISABLE is set, so nothing can be captured; unset it")
     arguments = forward_arguments(module)
     labels = argument_labels(family, arguments, {})
     state = DenoiserState(type(module).__name__, Settings("eager"), labels, arguments)

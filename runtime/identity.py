@@ -121,6 +121,11 @@ class InputIdentity:
             value = value.resolve_conj().resolve_neg()
         return _small_token(value) if value.nbytes <= _SMALL_BYTES else self._snapshot_token(value.detach())
 
+    def forget(self) -> None:
+        """Let go of every value seen; tokens given are never given again."""
+        self._strides.clear()
+        self._objects.clear()
+
     def _key(self, token: int) -> Hashable:
         return self._owner, "snapshot", id(self), token
 
@@ -177,8 +182,8 @@ class WeightsIdentity:
         self._forget = forget
         self._contents: list[Hashable] = []
         self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
-        self._storages: list[StorageWeakRef] = []
-        self._storage_cdatas: list[int] = []
+        # Together, as an address means something only while its weak reference lives.
+        self._watched: tuple[list[StorageWeakRef], list[int]] = ([], [])
 
     def check(self, weights: Sequence[torch.Tensor], *, deep: bool) -> list[int]:
         """Which weights changed since the last check; a change begins a new epoch.
@@ -193,7 +198,7 @@ class WeightsIdentity:
         """
         seen = _look(weights)
         # While the memory of a weight lives, nothing else can lie at its address.
-        expired = list(map(_expired, self._storage_cdatas))
+        expired = list(map(_expired, self._watched[1]))
         if seen == self._seen and True not in expired and not deep and -1 not in seen[1]:
             return []
         contents = _contents(weights, self._forget)
@@ -210,9 +215,9 @@ class WeightsIdentity:
         self._remember(weights, _look(weights))
 
     def _remember(self, weights: Sequence[torch.Tensor], seen: tuple[list[int], list[int], list[int]]) -> None:
+        storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
         self._seen = seen
-        self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
-        self._storage_cdatas = [s.cdata for s in self._storages]
+        self._watched = storages, [s.cdata for s in storages]
 
 
 _expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)

@@ -109,8 +109,28 @@ def compiled_denoisers(target: Any) -> list[Compiled]:
     modules = [target] if isinstance(target, torch.nn.Module) else list(find_denoisers(target).values())
     found: list[Compiled] = [wrapper for wrapper in map(compiled_denoiser, modules) if wrapper is not None]
     if not found:
-        raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call compile_pipeline(pipe) first")
+        call = "compile_denoiser(module)" if isinstance(target, torch.nn.Module) else "compile_pipeline(pipe)"
+        raise ValueError(f"{type(target).__name__} was not compiled by dithoist; call {call} first")
     return found
+
+
+def clear_caches(target: Any) -> int:
+    """Free the values held between calls; compiled code stays, and the next call makes what it needs again.
+
+    Worth it before the memory is wanted for something else: a VAE, another model, a long pause.
+
+    Args:
+        target: a compiled pipeline, module or step.
+
+    Returns:
+        How many bytes were held, private copies of inputs included. A call that is under way in another thread keeps
+        those it uses until it returns.
+
+    Raises:
+        TypeError: ``target`` is none of these.
+        ValueError: it was never compiled.
+    """
+    return sum(wrapper.state.clear() for wrapper in compiled_denoisers(target))
 
 
 def restore(target: P) -> P:

@@ -117,9 +117,12 @@ class ReleasedWeights:
             end = -(-(starts[-1] + weight.untyped_storage().nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
         if not weights:
             return
-        with tempfile.TemporaryFile(prefix="dithoist-") as file:
-            os.posix_fallocate(file.fileno(), 0, end)
-            memory = mmap.mmap(file.fileno(), end)
+        try:
+            with tempfile.TemporaryFile(prefix="dithoist-") as file:
+                os.posix_fallocate(file.fileno(), 0, end)
+                memory = mmap.mmap(file.fileno(), end)
+        except OSError as error:
+            raise OSError(f"no file of {end / 2**20:.0f} MiB ({error}); let TMPDIR name a folder with room") from error
         for weight, start in zip(weights, starts, strict=True):
             length = weight.untyped_storage().nbytes()
             _move([weight], torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=start))

@@ -22,12 +22,13 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program, outline_repeats
-from ..passes.cost import inputs_of_products
+from ..passes import cost as costs
 from ..passes.edit import copy_graph
 from ..passes.effects import is_random
 from . import capture
 from .cache import HeldValues
 from .device_schedule import DeviceSchedule
+from .env import log
 from .forecast import Forecast
 from .identity import InputIdentity, WeightsIdentity, reads_wait
 from .labels import Observation
@@ -137,9 +138,15 @@ class StagedGraph:
         self._warn = warn
         self._lock = threading.RLock()
         self._build()
+        self._log_program("captured")
+
+    def _log_program(self, done: str) -> None:
+        before, now = costs.operations(self.source), costs.operations(self.program.body.module)
+        log.info("graph %d %s: %d of %d operations stay in the loop", self.number, done, now, before)
 
     def _build(self) -> None:
         """(Re)build program and stages from the captured graph and the labels as they are now."""
+        self._whole = False  # Until the end: compiling takes seconds, and Ctrl-C in them must leave no half.
         released = self._released
         gm = copy_graph(self.source)
         self.context = self._make_context(self.labels)
@@ -166,7 +173,7 @@ class StagedGraph:
         self._schedule_inputs = self._with_label(keyed, BindingTime.SCHEDULE)
         self._device_schedule = DeviceSchedule(self._loop)
         owner = ("inputs", self.number)  # Apart from the stages' values, which go when a weight changes.
-        aligned = inputs_of_products(gm)
+        aligned = costs.inputs_of_products(gm)
         self._identities = {
             i: InputIdentity(
                 self._held,
@@ -192,6 +199,8 @@ class StagedGraph:
             [i for i, name in enumerate(self.program.placeholders) if self._may_be_promoted(name)],
         )
         self._last_schedule: Hashable = None
+        self._unchecked = True
+        self._whole = True
 
     def _may_be_promoted(self, name: str) -> bool:
         return self.inputs[name].movable and self.labels[name] == BindingTime.STEP
@@ -212,6 +221,8 @@ class StagedGraph:
         # Held values are never written, so only finding and making them is serialised; bodies run in parallel.
         capturing = capture.is_capturing()
         with self._lock:
+            if not self._whole:
+                self._restage()
             tokens = self._look(values)
             self._table.extend(values, tokens, (self._weights_identity.epoch, _precision()), capturing=capturing)
             self.stage_runs[BindingTime.STEP] += 1
@@ -229,8 +240,9 @@ class StagedGraph:
         try:
             if not self._released.release(self._pick_releasable(values)):
                 return  # The next call may.
+            log.info("graph %d: weights that the loop does not read left memory", self.number)
         except OSError as error:
-            self._warn(f"weights stay in memory: {error}; set TMPDIR to a directory with room")
+            self._warn(f"weights stay in memory: {error}")
         self._released_epoch = self._weights_identity.epoch
         self._weights_identity.moved(self._pick_weights(values))
 
@@ -242,8 +254,11 @@ class StagedGraph:
         request = tuple(tokens[i] for i in self._request_inputs)
         schedule = tuple(tokens[i] for i in self._schedule_inputs)
         starts = self._generations.starts(request, schedule, self._position(values))
-        changed = self._weights_identity.check(self._pick_weights(values), deep=starts)
+        self._unchecked |= starts  # A call that was stopped here leaves its check to the next.
+        changed = self._weights_identity.check(self._pick_weights(values), deep=self._unchecked)
+        self._unchecked = False
         if changed:
+            log.debug("graph %d: %d weights are new or changed", self.number, len(changed))
             self._held.drop(self.number)
         moved = schedule != self._last_schedule or not self._schedule_inputs
         self._last_schedule = schedule
@@ -265,14 +280,26 @@ class StagedGraph:
 
     def _relabel(self, labels: dict[int, BindingTime]) -> None:
         """Stage the graph anew, with labels that were found out."""
+        self._whole = False
         for i, label in labels.items():
             node = self.program.placeholders[i]
             names = self.demoted if label > self.labels[node] else self.promoted
             names.append(self.inputs[node].name)
+            log.info("graph %d: %s is %s, not %s", self.number, names[-1], label.label, self.labels[node].label)
             self.labels[node] = label
+        self._restage()
+
+    def _restage(self) -> None:
         self._held.drop(self.number)
         self._held.drop(("inputs", self.number))
         self._build()
+        self._log_program("staged anew")
+
+    def forget_inputs(self) -> None:
+        """Let go of the inputs that were kept to know them again."""
+        with self._lock:
+            for identity in self._identities.values():
+                identity.forget()
 
     @property
     def host_reads(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections import Counter
@@ -13,6 +12,7 @@ from torch._guards import CompileContext
 
 from ..passes import BindingTime
 from .cache import HeldValues
+from .env import log
 from .loop import Loop
 from .release import ReleasedWeights
 from .settings import Settings
@@ -20,9 +20,11 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .staged import StagedGraph
 
-log = logging.getLogger("dithoist")
-
 DEFAULT_CACHED_BYTES = 256 * 2**20
+
+
+DOCTOR = "the result is right, only slower; `dithoist doctor` says what works here, strict=True raises with the cause"
+"""What to do about a failure that is ours."""
 
 
 class DithoistWarning(UserWarning):
@@ -67,6 +69,14 @@ class DenoiserState:
         compile_id = CompileContext.current_compile_id()
         self._compiles[compile_id.frame_id if compile_id else None] += 1
 
+    def clear(self) -> int:
+        """Forget held values and the inputs they are known by; returns the bytes of held values freed."""
+        for graph in list(self.graphs):
+            graph.forget_inputs()
+        freed = self.held.clear()
+        log.info("%s: %d bytes of held values freed", self.name, freed)
+        return freed
+
     @property
     def recompiles(self) -> int:
         """Graphs captured for a Python frame that had one already."""
@@ -83,7 +93,6 @@ class DenoiserState:
         Raises:
             RuntimeError: with ``strict=True``.
         """
-        log.debug("%s: %s", self.name, reason, exc_info=error)
         self.warn(reason, "runs as it was: ", error)
 
     def warn(self, reason: str, prefix: str = "", error: Exception | None = None) -> None:
@@ -96,4 +105,5 @@ class DenoiserState:
             raise RuntimeError(f"dithoist ({self.name}): {reason}") from error
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
+            log.info("%s %s%s", self.name, prefix, reason, exc_info=error)
             warnings.warn(f"dithoist: {self.name} {prefix}{reason}", DithoistWarning, stacklevel=4)

@@ -53,6 +53,10 @@ class CompiledStep(Compiled):
         """The function's name."""
         return getattr(self._function, "__qualname__", type(self._function).__name__)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are of the function that was compiled, as those of a compiled module are of the module."""
+        return _itself, (self._function,)
+
     def remove(self) -> None:
         """Call the function itself from now on, and free what is held."""
         self._broken = True
@@ -80,6 +84,10 @@ class CompiledStep(Compiled):
 
     def _is_number(self, name: str, value: Any) -> bool:
         return type(value) is int and self.state.labels.get(name) == BindingTime.SCHEDULE
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _unknown(sources: str) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
 from PIL import Image
+from random_graphs import bits_equal
 
 from dithoist import compile_pipeline, report
 from dithoist.models.small import EMBEDDED, build_pipeline, example_call
@@ -245,3 +247,28 @@ def test_glm_image_edits_pictures_through_its_cache_of_keys_and_values() -> None
     assert denoiser.fallbacks == []
     assert denoiser.graph_breaks == 0
     assert not any(graph.demoted for graph in denoiser.graphs)
+
+
+ODD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD.keys())
+@pytest.mark.parametrize("place", ["latents", "prompt", "hoisted weight", "weight of the loop"])
+def test_nan_and_infinity_come_out_as_they_do_untouched(place: str, value: float) -> None:
+    pair = Pair("sd3")
+    clean = pair.check(prompt=CAT)
+    more: dict[str, torch.Tensor] = {}
+    if place == "latents":
+        more["latents"] = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1))
+        more["latents"][0, 0, 0, 0] = value
+    elif place == "prompt":
+        more["prompt_embeds"] = example_call("sd3", prompt=CAT)["prompt_embeds"].clone()
+        more["prompt_embeds"][0, 0, 0] = value
+    else:
+        name = "transformer_blocks.0." + ("norm1.linear" if place == "hoisted weight" else "attn.to_q")
+        with torch.no_grad():
+            pair.both(lambda pipe: pipe.transformer.get_submodule(name).weight[0, 0].fill_(value))
+    drawn = [pair._run(pipe, lambda: copy.deepcopy(more), {"prompt": CAT}) for pipe in (pair.untouched, pair.compiled)]
+    assert not bool(drawn[0].isfinite().all())
+    assert bits_equal(*drawn)
+    assert all(denoiser.fallbacks == [] for denoiser in pair.denoisers)

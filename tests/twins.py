@@ -99,3 +99,44 @@ def tiny_inputs(seed: int = 0, step: float = 1.0, *, tokens: int = 4, text: int 
         "encoder_hidden_states": prompt,
         "mask": torch.tensor([[False, True, False]] * 2)[:, :text],
     }
+
+
+WIDTH = 256
+"""Of a denoiser whose weights fill pages: they can be released."""
+
+
+class WideDit(TinyDit):
+    """Wide enough that its weights are released."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+
+def wide_inputs(seed: int = 0, step: float = 1.0) -> dict[str, torch.Tensor]:
+    """Arguments for :class:`WideDit`, as those for :class:`TinyDit`."""
+    found = tiny_inputs(seed, step)
+    return {k: v.repeat(1, 1, WIDTH // 8) if v.ndim == 3 else v for k, v in found.items()}
+
+
+def mapped(weight: torch.Tensor) -> bool:
+    """Whether the weight lies in a mapped file."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            place, *_, path = [*line.split(maxsplit=5), ""][:6]
+            start, stop = (int(n, 16) for n in place.split("-"))
+            if start <= weight.data_ptr() < stop:
+                return "dithoist-" in path or "(deleted)" in line
+    raise AssertionError("the weight lies nowhere")
+
+
+def same_bytes(a: nn.Module, b: nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return list(x) == list(y) and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def answer_of_a_worker(module: nn.Module, answers: Any) -> None:
+    """For another process, which imports this file: whether ``module`` is compiled there, and what it gives."""
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        made = module(**wide_inputs(3))
+    answers.put((module._compiled_call_impl is not None, made.numpy()))

@@ -257,7 +257,7 @@ def test_dropping_the_module_frees_what_is_held() -> None:
 
 def test_public_names() -> None:
     assert set(dithoist.__all__) == {
-        "DithoistWarning", "Explanation", "Report", "compile_denoiser", "compile_pipeline",
+        "DithoistWarning", "Explanation", "Report", "clear_caches", "compile_denoiser", "compile_pipeline",
         "compile_step", "explain", "report",
         "restore",
     }  # fmt: skip

@@ -106,7 +106,10 @@ def test_a_switched_off_compiler_is_switched_on_or_said(tmp_path: Path, monkeypa
     with torch.compiler.set_stance("force_eager"):
         assert explain(path, height=64, width=64, prompt=8).captured_operations
     monkeypatch.setattr(hollow.torch, "compile", lambda function, **_: function)  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="switched off"):
+    with pytest.raises(RuntimeError, match=r"switched off.*unset"):
+        explain(path, height=64, width=64, prompt=8)
+    monkeypatch.setenv("DITHOIST_DISABLE", "1")  # It would run a model that has no memory.
+    with pytest.raises(RuntimeError, match=r"DITHOIST_DISABLE is set.*unset it"):
         explain(path, height=64, width=64, prompt=8)
 
 

@@ -10,30 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import TinyDit, Twins, tiny_inputs
+from twins import WIDTH, Twins, WideDit, mapped, same_bytes, wide_inputs
 
 from dithoist import DithoistWarning, compile_denoiser, restore
 from dithoist.runtime.release import ReleasedWeights
-
-WIDTH = 256
-
-
-class WideDit(TinyDit):
-    """Wide enough that its weights fill pages."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-
-def inputs(seed: int = 0, step: float = 1.0) -> dict[str, torch.Tensor]:
-    found = tiny_inputs(seed, step)
-    return {k: v.repeat(1, 1, WIDTH // 8) if v.ndim == 3 else v for k, v in found.items()}
 
 
 def generations(twins: Twins, seeds: tuple[int, ...] = (0, 1, 0)) -> None:
     for seed in seeds:
         for step in (3.0, 2.0, 1.0):
-            twins.check(**inputs(seed, step))
+            twins.check(**wide_inputs(seed, step))
 
 
 @pytest.fixture
@@ -41,22 +27,6 @@ def twins() -> Twins:
     found = Twins(WideDit(), release_weights=True)
     generations(found)
     return found
-
-
-def mapped(weight: torch.Tensor) -> bool:
-    """Whether the weight lies in a mapped file."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            place, *_, path = [*line.split(maxsplit=5), ""][:6]
-            start, stop = (int(n, 16) for n in place.split("-"))
-            if start <= weight.data_ptr() < stop:
-                return "dithoist-" in path or "(deleted)" in line
-    raise AssertionError("the weight lies nowhere")
-
-
-def same_bytes(a: nn.Module, b: nn.Module) -> bool:
-    x, y = a.state_dict(), b.state_dict()
-    return list(x) == list(y) and all(torch.equal(x[k], y[k]) for k in x)
 
 
 def test_weights_of_hoisted_work_are_released_and_no_others(twins: Twins) -> None:
@@ -74,7 +44,7 @@ def test_restore_brings_them_back(twins: Twins) -> None:
     restore(twins.compiled)
     assert not any(mapped(p) for p in twins.compiled.parameters())
     assert same_bytes(twins.compiled, twins.untouched)
-    twins.check(**inputs())
+    twins.check(**wide_inputs())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +70,7 @@ def test_a_changed_weight_is_seen(twins: Twins, change: Any) -> None:
 def test_another_dtype_is_another_model(twins: Twins) -> None:
     twins.both(lambda m: m.to(torch.bfloat16))
     for step in (2.0, 1.0):
-        twins.check(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(0, step).items()})
+        twins.check(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in wide_inputs(0, step).items()})
     assert same_bytes(twins.compiled, twins.untouched)
 
 
@@ -158,7 +128,9 @@ def test_without_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     twins = Twins(WideDit())
     compile_denoiser(twins.compiled, backend="eager", release_weights="disk")
-    with pytest.warns(DithoistWarning, match="weights stay in memory: .*No space left.*set TMPDIR"):
+    with pytest.warns(
+        DithoistWarning, match="weights stay in memory: .*No space left.*TMPDIR"
+    ):
         generations(twins)
     assert twins.report.bytes_released == 0
     assert same_bytes(twins.compiled, twins.untouched)
@@ -174,7 +146,7 @@ def test_an_exception_in_mid_loop_leaves_a_whole_model(twins: Twins, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(torch.fx.Interpreter, "call_function", broken)
         with pytest.raises(KeyboardInterrupt):
-            twins.check(**inputs(5))
+            twins.check(**wide_inputs(5))
     assert same_bytes(twins.compiled, twins.untouched)
     generations(twins)
 
@@ -192,7 +164,7 @@ def test_a_weight_keeps_the_remainder_of_its_address(shift: int) -> None:
 
     def latents() -> list[torch.Tensor]:
         with torch.no_grad():
-            return [module(**inputs(seed, step)) for seed in (0, 1) for step in (3.0, 2.0)]
+            return [module(**wide_inputs(seed, step)) for seed in (0, 1) for step in (3.0, 2.0)]
 
     expected = latents()
     compile_denoiser(module, backend="eager", strict=True, release_weights=True)
@@ -259,7 +231,7 @@ def test_weights_of_a_cuda_device_lie_on_the_host_and_stay_readable() -> None:
     before = torch.cuda.memory_allocated()
     for seed in (0, 1):
         for step in (3.0, 2.0, 1.0):
-            call = {k: v.cuda() for k, v in inputs(seed, step).items()}
+            call = {k: v.cuda() for k, v in wide_inputs(seed, step).items()}
             with torch.no_grad():
                 assert torch.equal(module(**call), untouched(**call))
     released = 3 * WIDTH * WIDTH * 4

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from graphs import text
 from twins import TinyDit, Twins, tiny_inputs
 
-from dithoist import report
+from dithoist import clear_caches, report
 from dithoist.passes import PASSES
 from dithoist.runtime.report import human
 
@@ -114,6 +117,25 @@ def test_dumps_are_numbered_readable_python(tmp_path: Path, monkeypatch: pytest.
     for file in files:
         assert any(isinstance(node, ast.ClassDef) for node in ast.parse(file.read_text()).body)
     assert "hidden_states" in files[-1].read_text()
+
+
+def test_the_log_is_quiet_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("dithoist")
+    Twins(TinyDit()).check(**tiny_inputs())
+    assert "dithoist" not in capfd.readouterr().err
+    handler = logging.StreamHandler(stream := io.StringIO())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        twins = Twins(TinyDit())
+        twins.check(**tiny_inputs())
+        clear_caches(twins.compiled)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    lines = stream.getvalue()
+    for words in (r"graph \d+ captured: \d of 1\d operations stay", "weights are new", "bytes of held values freed"):
+        assert re.search(words, lines), lines
 
 
 def test_counters_are_kept_where_torch_keeps_them() -> None:
