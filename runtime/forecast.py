@@ -10,15 +10,19 @@ Two sources, both of them guesses that whoever uses one has to check against the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
 from ..models.timesteps import timestep_forms
+from .identity import host_value
 from .loop import Loop
 
+Tokens = Mapping[int, Hashable]
+"""What one step passes, by the input's position, as :mod:`dithoist.runtime.identity` knows it."""
+
 Step = dict[int, torch.Tensor]
-"""What one step passes, by the input's position; tensors on the host with the strides they came with."""
+"""The same as tensors on the host, with the strides they came with."""
 
 _MAX_SCHEDULES = 8
 
@@ -49,23 +53,17 @@ class Forecast:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._schedule: Hashable = None
-        self._passed: list[tuple[Hashable, Step]] = []
-        self._generations: OrderedDict[Hashable, list[tuple[Hashable, Step]]] = OrderedDict()
+        self._passed: list[Tokens] = []
+        self._generations: OrderedDict[Hashable, list[Tokens]] = OrderedDict()
 
-    def passed(self, token: Hashable, step: Mapping[int, torch.Tensor], *, starts: bool) -> None:
-        """Note what a step passes.
-
-        Args:
-            token: its token; equal tokens mean equal bits.
-            step: its values, which are copied.
-            starts: whether a generation begins.
-        """
+    def passed(self, tokens: Tokens, *, starts: bool) -> None:
+        """Note what a step passes: tokens by position. ``starts`` says whether a generation begins."""
         if starts:
             self._keep()
             timesteps = self._loop.timesteps()
             self._schedule = None if timesteps is None else tuple(timesteps.tolist())
-        if all(token != earlier for earlier, _ in self._passed):  # Guidance branches share a step.
-            self._passed.append((token, {i: private_copy(v) for i, v in step.items()}))
+        if tokens not in self._passed:  # Guidance branches share a step.
+            self._passed.append(dict(tokens))
 
     def _keep(self) -> None:
         """Remember the generation that ended, unless it was cut short and we know how it goes on."""
@@ -77,32 +75,36 @@ class Forecast:
             self._generations.popitem(last=False)
         self._passed = []
 
-    def _goes_like(self, earlier: list[tuple[Hashable, Step]]) -> bool:
-        return all(a[0] == b[0] for a, b in zip(self._passed, earlier, strict=False))
+    def _goes_like(self, earlier: list[Tokens]) -> bool:
+        return all(a == b for a, b in zip(self._passed, earlier, strict=False))
 
-    def coming(self, step: Mapping[int, torch.Tensor]) -> list[Step]:
-        """What the steps after ``step`` will pass, if all goes on as it seems; empty where nothing is known."""
+    def coming(self, tokens: Tokens) -> list[Step]:
+        """What the steps after that of ``tokens`` will pass, if all goes on as it seems; empty if nothing is known."""
         earlier = self._generations.get(self._schedule, [])
         rest = earlier[len(self._passed) :] if self._goes_like(earlier) else []
-        return [values for _, values in rest] or self._from_timesteps(step)
+        return _steps(rest) or self._from_timesteps(tokens)
 
-    def _from_timesteps(self, step: Mapping[int, torch.Tensor]) -> list[Step]:
+    def _from_timesteps(self, tokens: Tokens) -> list[Step]:
         timesteps = self._loop.timesteps()
-        if timesteps is None:
+        now = _steps([tokens])
+        if timesteps is None or not now:
             return []
-        found = {i: rest for i, value in step.items() if (rest := _rest_of_form(timesteps, value)) is not None}
-        if not found:
-            return []
-        length = min(len(rest) for rest in found.values())
-        stays = {i: private_copy(value) for i, value in step.items() if i not in found}
-        return [stays | {i: filled_like(step[i], rest[k]) for i, rest in found.items()} for k in range(length)]
+        forms = {i: rest for i, value in now[0].items() if (rest := _rest_of_form(timesteps, value)) is not None}
+        length = min((len(rest) for rest in forms.values()), default=0)
+        return [now[0] | {i: filled_like(now[0][i], rest[k]) for i, rest in forms.items()} for k in range(length)]
+
+
+def _steps(passed: Sequence[Tokens]) -> list[Step]:
+    """Values from tokens, which spell out all but large ones: the bits were read once and are not read again."""
+    steps = [{i: host_value(token) for i, token in tokens.items()} for tokens in passed]
+    whole = [{i: v for i, v in step.items() if v is not None} for step in steps]
+    return whole if all(map(len, whole)) and [*map(len, whole)] == [*map(len, steps)] else []
 
 
 def _rest_of_form(timesteps: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     """The coming elements of the first form of the timesteps that has ``value``'s element among its own."""
-    host = value.detach().cpu()
-    element = host.flatten()[0]
-    if not bool((host == element).all()):
+    element = value.flatten()[0]
+    if not bool((value == element).all()):
         return None
     for form in timestep_forms(timesteps, value.dtype):
         (places,) = (form == element).nonzero(as_tuple=True)

@@ -66,6 +66,21 @@ def _small_token(value: torch.Tensor) -> Hashable:
     return value.dtype, value.shape, value.stride(), ctypes.string_at(value.data_ptr(), value.nbytes)
 
 
+def host_value(token: Hashable) -> torch.Tensor | None:
+    """The value a token spells out, on the host with its strides; ``None`` of one that does not."""
+    if isinstance(token, tuple) and len(token) == 2:  # With the remainder of its address.
+        token = token[0]
+    if not isinstance(token, tuple) or len(token) != 4 or not isinstance(token[0], torch.dtype) or not token[3]:
+        return None
+    dtype, shape, stride, data = token
+    value = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    once = value[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    flat = torch.empty(size, dtype=dtype)
+    flat.as_strided(once.shape, stride).copy_(once)
+    return flat.as_strided(shape, stride)
+
+
 def reads_wait(device: torch.device) -> bool:
     """Whether the host must wait for queued work before it can read a tensor there."""
     return device.type != "cpu"

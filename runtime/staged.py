@@ -267,7 +267,7 @@ class StagedGraph:
         if wrong:
             self._relabel(wrong)
             return self._look(values)
-        self._table.passed(schedule, values, starts=starts)
+        self._table.passed(tokens, starts=starts)
         return tokens
 
     def _position(self, values: list[Any]) -> float | None:

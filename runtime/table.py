@@ -16,7 +16,7 @@ from typing import Any
 from ..passes import BindingTime, Stage
 from ..passes.cost import tensor_bytes
 from .cache import HeldValues, Values
-from .forecast import Forecast, Step, is_plain
+from .forecast import Forecast
 from .identity import InputIdentity
 from .rows import HoistedStage
 
@@ -88,10 +88,10 @@ class Table:
         outputs = (call.stage.module.graph.find_nodes(op="output")[0] for call in self._scheduled)
         self._row_bytes = sum(tensor_bytes(output.all_input_nodes) for output in outputs)
 
-    def passed(self, schedule: Hashable, values: Sequence[Any], *, starts: bool) -> None:
-        """Note what a call passes for its step; ``schedule`` is the step's token, ``starts`` a generation's first."""
+    def passed(self, tokens: Tokens, *, starts: bool) -> None:
+        """Note what a call passes for its step; ``starts`` says whether a generation begins."""
         if self._forecast is not None:
-            self._forecast.passed(schedule, self._step(values) or {}, starts=starts)
+            self._forecast.passed({i: tokens[i] for i in self._schedule_inputs}, starts=starts)
 
     def extend(self, values: list[Any], tokens: Tokens, epoch: Hashable, *, capturing: bool) -> None:
         """Append to a call's inputs what the stages give, in their order; ``None`` for what no capture allows."""
@@ -115,18 +115,13 @@ class Table:
         self._runs[call.stage.time] += call.stage.capture_safe  # Row indices are part of their mask's work.
         self._held.put(key, made)
 
-    def _step(self, values: Sequence[Any]) -> Step | None:
-        """What this call passes for the step, if all of it can be forecast."""
-        step = {i: values[i] for i in self._schedule_inputs}
-        return step if step and all(map(is_plain, step.values())) else None
-
     def _make_rows(self, forecast: Forecast, values: Sequence[Any], tokens: Tokens, epoch: Hashable) -> None:
         """Make the rows of this step and of those to come together, if one of this step's is missing."""
-        now = self._step(values)
-        if now is None or all(self._held.peek(self._key(call, tokens, epoch)) is not None for call in self._scheduled):
+        if all(self._held.peek(self._key(call, tokens, epoch)) is not None for call in self._scheduled):
             return
         rows = [(list(values), tokens)]
         room = self._held.max_bytes // 2 // max(self._row_bytes, 1)
+        now = {i: tokens[i] for i in self._schedule_inputs}
         for step in forecast.coming(now)[: max(0, room - 1)]:
             row = list(values)
             for i, value in step.items():

@@ -132,6 +132,12 @@ def test_two_steps_and_the_last_are_read_and_later_only_the_first_and_the_last()
     assert report(pipe.compiled).denoisers[0].graphs[0].by_time["schedule"].runs == 6 + 2  # 1000 and 1 are in both.
 
 
+def test_rows_made_ahead_ask_the_device_for_nothing_more() -> None:
+    pipe = DevicePipe(release_weights=True)
+    assert pipe.run() == [1, 1, 0, 0, 0, 2]
+    assert pipe.run(seed=1) == [1, 0, 0, 0, 0, 2]
+
+
 def test_guidance_branches_wait_no_more_often_in_the_loop() -> None:
     pipe = DevicePipe()
     assert pipe.run(branches=2) == [2, 2, 0, 0, 0, 3]

@@ -128,9 +128,7 @@ def test_without_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     twins = Twins(WideDit())
     compile_denoiser(twins.compiled, backend="eager", release_weights="disk")
-    with pytest.warns(
-        DithoistWarning, match="weights stay in memory: .*No space left.*TMPDIR"
-    ):
+    with pytest.warns(DithoistWarning, match="weights stay in memory: .*No space left.*TMPDIR"):
         generations(twins)
     assert twins.report.bytes_released == 0
     assert same_bytes(twins.compiled, twins.untouched)

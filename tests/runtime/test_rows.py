@@ -14,7 +14,9 @@ from torch import nn
 from twins import TinyDit, Twins, tiny_inputs
 
 from dithoist.models.timesteps import FORMS
+from dithoist.runtime.cache import HeldValues
 from dithoist.runtime.forecast import Forecast, private_copy
+from dithoist.runtime.identity import InputIdentity, host_value
 from dithoist.runtime.loop import Loop
 from dithoist.runtime.rows import HoistedStage
 
@@ -25,6 +27,12 @@ class Pipe:
     def __init__(self, steps: int = 4) -> None:
         self.scheduler = FlowMatchEulerDiscreteScheduler()
         self.scheduler.set_timesteps(steps)
+
+
+def spelled(step: dict[int, torch.Tensor]) -> dict[int, Any]:
+    """Tokens of a step."""
+    identity = InputIdentity(HeldValues(0), "test")
+    return {i: identity.token(value) for i, value in step.items()}
 
 
 class TextModulation(TinyDit):
@@ -87,16 +95,17 @@ def test_the_scheduler_says_what_is_to_come(form: int, dtype: torch.dtype) -> No
     pipe = Pipe()
     values = FORMS[form](pipe.scheduler.timesteps.to(dtype))
     passed = [t.expand(2) for t in values]
-    coming = Forecast(Loop(pipe)).coming({0: passed[1], 1: torch.tensor([3.5])})
+    coming = Forecast(Loop(pipe)).coming(spelled({0: passed[1], 1: torch.tensor([3.5])}))
     assert [bits_equal(step[0], later) for step, later in zip(coming, passed[2:], strict=True)] == [True, True]
     assert all(step[0].stride() == passed[0].stride() and step[1].item() == 3.5 for step in coming)
 
 
 def test_of_values_that_are_no_timesteps_nothing_is_known() -> None:
     forecast = Forecast(Loop(Pipe()))
-    assert forecast.coming({0: torch.tensor([3.14])}) == []
-    assert forecast.coming({0: torch.tensor([1000.0, 0.0])}) == []
-    assert Forecast(Loop()).coming({0: torch.tensor([1000.0])}) == []
+    assert forecast.coming(spelled({0: torch.tensor([3.14])})) == []
+    assert forecast.coming(spelled({0: torch.tensor([1000.0, 0.0])})) == []
+    assert forecast.coming({0: 17}) == [], "the token of a large one does not spell it out"
+    assert Forecast(Loop()).coming(spelled({0: torch.tensor([1000.0])})) == []
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=5), st.data())
@@ -106,16 +115,21 @@ def test_property_a_forecast_is_a_generation_that_was(generations: list[list[int
     for steps in generations:
         passed: list[int] = []
         for k, step in enumerate(steps):
-            forecast.passed(step, {0: torch.tensor([float(step)])}, starts=k == 0)
+            now = spelled({0: torch.tensor([float(step)])})
+            forecast.passed(now, starts=k == 0)
             passed += [step] if step not in passed else []
-            coming = [int(s[0].item()) for s in forecast.coming({0: torch.tensor([float(step)])})]
+            coming = [int(s[0].item()) for s in forecast.coming(now)]
             assert not coming or passed + coming in seen
         seen.append(passed)
 
 
-def test_a_private_copy_keeps_bits_and_strides() -> None:
-    for value in (torch.arange(6.0).view(2, 3).t(), torch.tensor([2.0]).expand(3, 4), torch.tensor(5.0)):
-        copy = private_copy(value)
+@pytest.mark.parametrize("make", [private_copy, lambda value: host_value(spelled({0: value})[0])])
+def test_a_copy_and_what_a_token_spells_keep_bits_and_strides(make: Any) -> None:
+    for value in (
+        torch.arange(6.0).view(2, 3).t(), torch.tensor([2.0]).expand(3, 4), torch.tensor(5.0),
+        torch.tensor([[True], [False]]).expand(2, 3), torch.arange(6).view(2, 3)[:, ::2], torch.ones(3).bfloat16(),
+    ):  # fmt: skip
+        copy = make(value)
         assert bits_equal(copy, value)
         assert copy.stride() == value.stride()
         assert copy.data_ptr() != value.data_ptr()
