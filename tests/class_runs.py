@@ -74,6 +74,7 @@ def class_run(name: str, *, dynamic: bool = False) -> ClassRun:
 
     Nothing may fall back: `Twins` compiles with `strict=True`.
     """
+    torch.compiler.reset()  # Dynamo remembers sizes that changed, and would take them for dynamic from then on.
     twins = Twins(build_denoiser(name), dynamic=dynamic or None)
     wrapper = compiled_denoiser(twins.compiled)
     assert wrapper is not None
