@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from ..models.timesteps import timestep_forms
-from .forecast import filled_like, is_plain, private_copy
+from .forecast import filled_like
+from .identity import BITS, memory_span
 from .loop import Loop
 from .state import DithoistWarning
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_SCHEDULES = 8
 _MAX_BRANCHES = 8
 _LEAST_READ = 2
@@ -42,6 +42,20 @@ _MISMATCH = (
 
 class ScheduleMismatch(RuntimeError):
     """A picture's timesteps were not those its scheduler announced; no fall-back could make it right."""
+
+
+def private_copy(value: torch.Tensor) -> torch.Tensor:
+    """The tensor on the host, in memory of its own, with its strides (zeros of ``expand`` too)."""
+    size = memory_span(value.shape, value.stride())
+    flat = value.detach().as_strided((size,), (1,)).to("cpu", copy=True)
+    return flat.as_strided(value.shape, value.stride())
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value can be known beforehand: an ordinary tensor with elements."""
+    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.layout == torch.strided and value.numel() > 0 and not value.is_conj() and not value.is_neg()
 
 
 class DeviceSchedule:
@@ -63,9 +77,8 @@ class DeviceSchedule:
         """Find out from the scheduler which step this call belongs to."""
         schedule, step = self._loop.schedule, self._loop.step
         if schedule is not self._schedule or (step is None and self._step is not None):
-            timesteps = self._loop.timesteps()
             self._schedule = schedule
-            self._bits = None if timesteps is None else tuple(timesteps.tolist())
+            self._bits = self._loop.timestep_numbers()
             self._known.setdefault(self._bits, {})
             self._known.move_to_end(self._bits)
             if len(self._known) > _MAX_SCHEDULES:
@@ -98,7 +111,7 @@ class DeviceSchedule:
         else:
             host = expected
             self._known[self._bits][place, self._first[place], self._step] = host  # Unless the comparison fails.
-            bits = _BITS[value.element_size()]
+            bits = BITS[value.element_size()]
             self._loop.doubt((value.view(bits) != expected.to(value.device, non_blocking=True).view(bits)).any())
         token = host_token(host)
         self._objects[place] = (value, version, token)
@@ -138,7 +151,7 @@ class DeviceSchedule:
     def _expected(self, place: tuple[int, int], value: torch.Tensor) -> torch.Tensor | None:
         """What the value must be, on the host, or ``None`` if it has to be read."""
         known_place = self._step is not None and place[1] < _MAX_BRANCHES and not self._is_last()
-        if not (known_place and self._loop.trusted and is_plain(value)) or value.element_size() not in _BITS:
+        if not (known_place and self._loop.trusted and is_plain(value)) or value.element_size() not in BITS:
             return None
         assert self._step is not None
         if place not in self._first:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 
 from ..models.timesteps import timestep_forms
-from .identity import host_value
+from .identity import host_value, memory_span
 from .loop import Loop
 
 Tokens = Mapping[int, Hashable]
@@ -27,24 +27,10 @@ Step = dict[int, torch.Tensor]
 _MAX_SCHEDULES = 8
 
 
-def private_copy(value: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, in memory of its own, with its strides (zeros of ``expand`` too)."""
-    size = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    flat = value.detach().as_strided((size,), (1,)).to("cpu", copy=True)
-    return flat.as_strided(value.shape, value.stride())
-
-
 def filled_like(value: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
     """A host tensor with the shape, strides and dtype of ``value``, every element the number ``element``."""
-    size = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    size = memory_span(value.shape, value.stride())
     return element.to(value.dtype).expand(size).contiguous().as_strided(value.shape, value.stride())
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value can be forecast: an ordinary tensor with elements."""
-    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return value.layout == torch.strided and value.numel() > 0 and not value.is_conj() and not value.is_neg()
 
 
 class Forecast:
@@ -60,8 +46,7 @@ class Forecast:
         """Note what a step passes: tokens by position. ``starts`` says whether a generation begins."""
         if starts:
             self._keep()
-            timesteps = self._loop.timesteps()
-            self._schedule = None if timesteps is None else tuple(timesteps.tolist())
+            self._schedule = self._loop.timestep_numbers()
         if tokens not in self._passed:  # Guidance branches share a step.
             self._passed.append(dict(tokens))
 
@@ -96,9 +81,13 @@ class Forecast:
 
 def _steps(passed: Sequence[Tokens]) -> list[Step]:
     """Values from tokens, which spell out all but large ones: the bits were read once and are not read again."""
-    steps = [{i: host_value(token) for i, token in tokens.items()} for tokens in passed]
-    whole = [{i: v for i, v in step.items() if v is not None} for step in steps]
-    return whole if all(map(len, whole)) and [*map(len, whole)] == [*map(len, steps)] else []
+    steps = []
+    for tokens in passed:
+        step = {i: value for i, token in tokens.items() if (value := host_value(token)) is not None}
+        if not step or len(step) < len(tokens):
+            return []
+        steps.append(step)
+    return steps
 
 
 def _rest_of_form(timesteps: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:

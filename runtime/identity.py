@@ -36,7 +36,7 @@ _SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
 _HASH_ROW = 1024  # Words; with the next, a block of 2 MiB stays in the cache.
 _HASH_ROWS = 256
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -47,7 +47,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b)
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    bits = _BITS[a.element_size()]
+    bits = BITS[a.element_size()]
     return torch.equal(a.view(bits), b.view(bits))
 
 
@@ -66,6 +66,11 @@ def _small_token(value: torch.Tensor) -> Hashable:
     return value.dtype, value.shape, value.stride(), ctypes.string_at(value.data_ptr(), value.nbytes)
 
 
+def memory_span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor with this layout lies over."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
 def host_value(token: Hashable) -> torch.Tensor | None:
     """The value a token spells out, on the host with its strides; ``None`` of one that does not."""
     if isinstance(token, tuple) and len(token) == 2:  # With the remainder of its address.
@@ -75,8 +80,7 @@ def host_value(token: Hashable) -> torch.Tensor | None:
     dtype, shape, stride, data = token
     value = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
     once = value[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
-    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    flat = torch.empty(size, dtype=dtype)
+    flat = torch.empty(memory_span(shape, stride), dtype=dtype)
     flat.as_strided(once.shape, stride).copy_(once)
     return flat.as_strided(shape, stride)
 

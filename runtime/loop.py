@@ -75,6 +75,11 @@ class Loop:
             self._read, self._timesteps = seen, schedule.detach().cpu().clone()
         return self._timesteps
 
+    def timestep_numbers(self) -> Hashable:
+        """What tells one schedule from another: its timesteps as numbers, or ``None``."""
+        timesteps = self.timesteps()
+        return None if timesteps is None else tuple(timesteps.tolist())
+
     def doubt(self, failed: torch.Tensor) -> None:
         """Keep the result of a comparison, a boolean still under way on its device, until :meth:`settle`."""
         earlier = self._doubts.get(failed.device)

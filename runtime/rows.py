@@ -18,9 +18,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ..passes.effects import view_base
+from .cache import Values
 from .release import ReleasedWeights
-
-Values = tuple[Any, ...]
 
 
 class HoistedStage:

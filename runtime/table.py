@@ -16,11 +16,9 @@ from typing import Any
 from ..passes import BindingTime, Stage
 from ..passes.cost import tensor_bytes
 from .cache import HeldValues, Values
-from .forecast import Forecast
+from .forecast import Forecast, Tokens
 from .identity import InputIdentity
 from .rows import HoistedStage
-
-Tokens = dict[int, Hashable]
 
 
 def picker(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -126,7 +124,7 @@ class Table:
             row = list(values)
             for i, value in step.items():
                 row[i] = value.to(values[i].device)
-            rows.append((row, tokens | {i: self._identities[i].bits_token(value) for i, value in step.items()}))
+            rows.append((row, {**tokens, **{i: self._identities[i].bits_token(v) for i, v in step.items()}}))
         for call in self._scheduled:
             keys = [self._key(call, row_tokens, epoch) for _, row_tokens in rows]
             found = {key: self._held.peek(key) for key in keys}

@@ -15,7 +15,8 @@ from twins import TinyDit, Twins, tiny_inputs
 
 from dithoist.models.timesteps import FORMS
 from dithoist.runtime.cache import HeldValues
-from dithoist.runtime.forecast import Forecast, private_copy
+from dithoist.runtime.device_schedule import private_copy
+from dithoist.runtime.forecast import Forecast
 from dithoist.runtime.identity import InputIdentity, host_value
 from dithoist.runtime.loop import Loop
 from dithoist.runtime.rows import HoistedStage
