@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .attention_masks import AttentionMask, attention_mask, find_attention_masks
 from .binding_time import TIMES, BindingTime, binding_times, format_binding_times
 from .canonicalize import canonicalize_graph
 from .context import PassContext
@@ -20,6 +19,7 @@ from .cse import eliminate_common_subexpressions
 from .dead_code import eliminate_dead_code
 from .masked_fill import lower_masked_fill
 from .outline import outline_repeats
+from .pack_attention import pack_attention
 from .split import Program, Stage, split_by_binding_time
 from .verify import VerificationError, verify_graph, verify_program
 
@@ -31,6 +31,7 @@ PASSES: tuple[Pass, ...] = (
     eliminate_common_subexpressions,
     eliminate_dead_code,
     binding_times,
+    pack_attention,
 )
 """What runs over a captured graph, in order; then it is split, and the body lowered."""
 
@@ -69,24 +70,22 @@ def build_program(gm: fx.GraphModule, context: PassContext, passes: tuple[Pass, 
 __all__ = [
     "PASSES",
     "TIMES",
-    "AttentionMask",
     "BindingTime",
     "Pass",
     "PassContext",
     "Program",
     "Stage",
     "VerificationError",
-    "attention_mask",
     "binding_times",
     "build_program",
     "canonicalize_graph",
     "eliminate_common_subexpressions",
     "eliminate_copies",
     "eliminate_dead_code",
-    "find_attention_masks",
     "format_binding_times",
     "lower_masked_fill",
     "outline_repeats",
+    "pack_attention",
     "split_by_binding_time",
     "verify_graph",
     "verify_program",

@@ -34,7 +34,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .context import PassContext
-from .edit import call, same_layout, same_sizes
+from .edit import call, same_layout, same_sizes, shape_of, size_inputs
 from .effects import is_size
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ _CREATORS: dict[OpOverload, float | None] = {
 def canonicalize_graph(gm: fx.GraphModule, context: PassContext) -> int:
     """Apply the four rewrites in place. Returns how many nodes were replaced."""
     replaced = 0
-    sizes = _size_inputs(gm.graph)
+    sizes = size_inputs(gm.graph)
     for node in list(gm.graph.nodes):
         if node.target is aten.index_put.default:
             new = _static_index_put(node, context)
@@ -81,29 +81,13 @@ def canonicalize_graph(gm: fx.GraphModule, context: PassContext) -> int:
     return replaced
 
 
-def _size_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Graph inputs that hold a dynamic size, by the symbol they hold."""
-    return {
-        str(node.meta["val"]): node
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("val"), torch.SymInt)
-    }
-
-
 def _creator(node: fx.Node, sizes: dict[str, fx.Node]) -> fx.Node | None:
     value = node.meta["val"]
-    shape: list[int | fx.Node] = []
-    for size in value.shape:
-        if isinstance(size, int):
-            shape.append(size)
-        elif str(size) in sizes:
-            shape.append(sizes[str(size)])
-        else:
-            return None
+    shape = shape_of(value.shape, sizes)
     fill: Any = _CREATORS[node.target]  # type: ignore[index]
     if fill is None:
         fill = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]
-    if isinstance(fill, fx.Node) or not value.is_contiguous():
+    if shape is None or isinstance(fill, fx.Node) or not value.is_contiguous():
         return None
     new = call(node, aten.full.default, shape, fill, dtype=value.dtype, layout=value.layout, device=value.device)
     return new if same_layout(new, node) else None

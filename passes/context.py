@@ -23,6 +23,7 @@ class PassContext:
             are.
         compiles: whether the back end compiles: then one more operation costs nothing, and a block that repeats
             becomes one function.
+        fast: whether last bits may change (``numerics="fast"``).
         max_held_bytes: most that may be held for one call (request values and one row); ``None`` is no limit.
         verify: check the graph after every pass (``DITHOIST_VERIFY=1``; always on in the tests).
         dump: called with a title and the graph before and after every pass (``DITHOIST_DUMP``).
@@ -32,6 +33,7 @@ class PassContext:
     labels: Mapping[str, BindingTime]
     in_place: bool = False
     compiles: bool = False
+    fast: bool = False
     max_held_bytes: int | None = None
     verify: bool = False
     dump: Callable[[str, fx.GraphModule], None] | None = None

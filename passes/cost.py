@@ -39,8 +39,9 @@ def node_flops(node: fx.Node) -> int:
     if not isinstance(target, OpOverload):
         return 0
     packet = target.overloadpacket
-    # PyTorch counts every attention kernel but the CPU's, which takes the same arguments.
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+    # PyTorch counts every attention kernel but the CPU's, which takes the same arguments first, as does ours, of which
+    # this is the most: what it skips depends on the mask.
+    if packet in (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.dithoist.planned_attention):
         packet = torch.ops.aten._scaled_dot_product_flash_attention
     formula = flop_registry.get(packet)
     if formula is None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
@@ -24,6 +25,21 @@ def call(like: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Nod
     with detect_fake_mode([like.meta["val"]]) or contextlib.nullcontext():
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def size_inputs(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Graph inputs that hold a dynamic size, by the symbol they hold."""
+    return {
+        str(node.meta["val"]): node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.SymInt)
+    }
+
+
+def shape_of(sizes: Sequence[Any], inputs: dict[str, fx.Node]) -> list[int | fx.Node] | None:
+    """``sizes`` as arguments of a call, given :func:`size_inputs`; ``None`` if one of them is no input."""
+    shape = [size if isinstance(size, int) else inputs.get(str(size)) for size in sizes]
+    return None if None in shape else [size for size in shape if size is not None]
 
 
 def placeholder_for(node: fx.Node, graph: fx.Graph) -> fx.Node:

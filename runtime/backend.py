@@ -121,13 +121,13 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
                 labels,
                 in_place=state.settings.backend == "eager",
                 compiles=state.settings.backend == "inductor",
+                fast=state.settings.numerics == "fast",
                 max_held_bytes=state.held.max_bytes,
                 verify=env.verify(),
                 dump=_dumper(state),
             ),
             loop=state.loop,
             released=state.released if state.settings.release_weights else None,
-            fast=state.settings.numerics == "fast",
             warn=state.warn,
         )
     except Exception as error:

@@ -101,7 +101,6 @@ class StagedGraph:
         context: Callable[[dict[str, BindingTime]], PassContext] = PassContext,
         loop: Loop | None = None,
         released: ReleasedWeights | None = None,
-        fast: bool = False,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Split and compile.
@@ -114,7 +113,6 @@ class StagedGraph:
             context: makes the passes' context from the labels by node name.
             loop: what is known of the loop around the calls.
             released: where weights that only hoisted work reads go after the first call; ``None`` keeps them.
-            fast: make the rows of a schedule as one batch.
             warn: told what the user asked for and does not get.
         """
         self.inputs = {i.node: i for i in inputs}
@@ -134,7 +132,6 @@ class StagedGraph:
         self._make_context = context
         self._loop = loop or Loop()
         self._released = released
-        self._fast = fast
         self._warn = warn
         self._lock = threading.RLock()
         self._build()
@@ -161,7 +158,7 @@ class StagedGraph:
         self._pick_weights = picker(self._weights)
         stages: list[StageCall] = []
         for place, stage in enumerate(self.program.stages):
-            function = HoistedStage(stage.module, fast=self._fast, released=released)
+            function = HoistedStage(stage.module, fast=self.context.fast, released=released)
             stages.append(StageCall.of(stage, function, position, place))
             position |= {name: len(position) + k for k, name in enumerate(stage.outputs)}
         # Both bodies exist from the start, so that switching between them compiles nothing.
@@ -186,7 +183,7 @@ class StagedGraph:
         self._table = Table(
             self.number, stages, self._held, self._identities, self._schedule_inputs,
             runs=self.stage_runs, note=self.context.note,
-            forecast=Forecast(self._loop) if self._fast or released is not None else None,
+            forecast=Forecast(self._loop) if self.context.fast or released is not None else None,
         )  # fmt: skip
         self._weights_identity = WeightsIdentity() if released is None else WeightsIdentity(released.forget)
         bodies = (self.program.body, self.program.eager_body or self.program.body)

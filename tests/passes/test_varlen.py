@@ -1,7 +1,8 @@
-"""Where packed tokens lie, against a loop over rows and columns."""
+"""Where packed tokens lie, against a loop over rows and columns; and which masks are segments, against softmax."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dithoist.runtime.varlen import Varlen, from_key_mask, from_lengths, from_ranges, from_segment_ids
+from dithoist.passes.varlen import (
+    HIDDEN,
+    Varlen,
+    from_key_mask,
+    from_lengths,
+    from_ranges,
+    from_segment_ids,
+    mask_segments,
+)
 
 Rows = list[list[int]]
 
@@ -143,3 +152,95 @@ def test_lengths_and_ranges_are_sent_without_a_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
     for varlen, host in zip(sent, (from_lengths([1, 3], 4), from_ranges([(1, 2), (0, 4)], 4)), strict=True):
         assert_same(varlen, host)
+
+
+INF = math.inf
+
+
+def seen_by(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Which keys have weight where all scores are 0."""
+    numbers = torch.where(mask, 0.0, -INF) if mask.dtype == torch.bool else mask
+    weights = numbers.double().expand(shape).softmax(dim=-1)
+    return weights.nan_to_num(0) > 0
+
+
+def shown(segments: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    of_queries, of_keys = segments
+    return ((of_queries.unsqueeze(2) == of_keys.unsqueeze(1)) & (of_queries >= 0).unsqueeze(2)).unsqueeze(1)
+
+
+def numbers(seen: torch.Tensor, hidden: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.where(seen, 0.0, hidden).to(dtype)
+
+
+@st.composite
+def segment_masks(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A mask of segments, in one of the forms that models write, and the shape of the scores."""
+    batch, heads, queries, keys = (draw(st.integers(1, n)) for n in (3, 2, 6, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
+    rows = draw(st.sampled_from([1, batch]))
+    of_keys = torch.randint(-1, draw(st.integers(1, 3)), (rows, keys), generator=generator)
+    of_queries = torch.randint(-1, 3, (rows, draw(st.sampled_from([1, queries]))), generator=generator)
+    seen = shown((of_queries, of_keys))
+    if draw(st.booleans()):
+        seen = seen.expand(-1, heads, -1, -1)
+        seen = seen if draw(st.booleans()) else seen.contiguous()
+    if draw(st.booleans()) and rows == 1 and seen.shape[1] == 1:
+        seen = seen[0, 0]
+    form = draw(st.sampled_from(["boolean", "number", "large number"]))
+    if form == "boolean":
+        return seen, (batch, heads, queries, keys)
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    hidden = -INF if form == "number" else draw(st.sampled_from([HIDDEN, -2 * HIDDEN, torch.finfo(dtype).min]))
+    return numbers(seen, -abs(hidden), dtype), (batch, heads, queries, keys)
+
+
+@given(segment_masks())
+def test_a_mask_of_segments_is_taken_apart_property(drawn: tuple[torch.Tensor, tuple[int, ...]]) -> None:
+    mask, shape = drawn
+    seen = seen_by(mask, shape)
+    segments = mask_segments(mask, shape)
+    if segments is None:  # A row that finite numbers hide sees every key, so keys may be those of two segments.
+        blind = (mask == mask[..., :1]).all(dim=-1) & (mask[..., 0] <= HIDDEN)
+        assert mask.dtype != torch.bool
+        assert blind.any()
+        assert not (mask == -INF).any()
+        return
+    assert [ids.shape for ids in segments] == [torch.Size(shape[::2]), torch.Size(shape[::3])]
+    assert torch.equal(shown(segments).expand(shape), seen)
+
+
+@given(
+    st.sampled_from([(2, 2, 3, 4), (1, 1, 4, 4), (2, 1, 1, 3)]),
+    st.lists(
+        st.sampled_from([0.0, 0.0, -INF, -INF, HIDDEN, HIDDEN - 1, -1.0, 1.0, math.nan, INF]), min_size=96, max_size=96
+    ),
+    st.booleans(),
+)
+def test_no_mask_is_taken_for_another_property(shape: tuple[int, ...], values: list[float], boolean: bool) -> None:
+    mask = torch.tensor(values)[: math.prod(shape)].view(shape)
+    mask = mask == 0 if boolean else mask
+    segments = mask_segments(mask, shape)
+    if segments is not None:
+        assert torch.equal(shown(segments).expand(shape), seen_by(mask, shape))
+
+
+NO_SEGMENTS = {
+    "causal": torch.ones(4, 4, dtype=torch.bool).tril(),
+    "by head": torch.tensor([True, False]).view(1, 2, 1, 1).expand(1, 2, 4, 4),
+    "overlapping": torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1]]).bool(),
+    "less likely": torch.tensor([0.0, -1.0, 0.0, 0.0]),
+    "not a number": torch.tensor([0.0, math.nan, 0.0, 0.0]),
+    "hidden by degrees": torch.tensor([HIDDEN, 2 * HIDDEN, HIDDEN, HIDDEN]),
+}
+
+
+@pytest.mark.parametrize("name", NO_SEGMENTS)
+def test_what_is_no_segments(name: str) -> None:
+    assert mask_segments(NO_SEGMENTS[name], (1, 2, 4, 4)) is None
+
+
+def test_a_row_of_the_same_finite_number_hides_nothing() -> None:
+    """Softmax does not see what is added to every score of a row; ``(1 - m) * -10000`` does that to an empty prompt."""
+    of_queries, of_keys = mask_segments(torch.full((1, 1, 1, 4), HIDDEN), (1, 1, 2, 4))  # type: ignore[misc]
+    assert (of_queries.tolist(), of_keys.tolist()) == ([[0, 0]], [[0, 0, 0, 0]])

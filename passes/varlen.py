@@ -115,3 +115,67 @@ def _varlen(lengths: list[int], indices: torch.Tensor, positions: int, device: t
 def _sent(part: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     # From memory that is not pinned it is copied before this returns, so nobody has to keep it until it has arrived.
     return part.to(device, non_blocking=True)
+
+
+HIDDEN = -9984.0
+"""A number added to a score that hides a key as well as ``-inf`` does, as long as the row sees another: what is left
+of its weight is ``exp`` of about this, which is 0 in every dtype. It is the -10000 of many models in bfloat16."""
+
+
+def mask_segments(mask: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Segments such that a query sees the keys of its own and no others, if ``mask`` says nothing else.
+
+    That covers key padding (a row is a segment, hidden keys are in none), block-diagonal masks, and both at once; it
+    does not cover causal masks, masks by head, or numbers that make a key less likely. The values decide, however the
+    mask was made.
+
+    Args:
+        mask: what ``scaled_dot_product_attention`` takes: boolean, true where a key is seen, or numbers to add, 0
+            there and :data:`HIDDEN` or less elsewhere; of a shape that broadcasts to ``shape``.
+        shape: of the scores, ``[B, H, Q, K]``.
+
+    Returns:
+        int64 ``[B, Q]`` and ``[B, K]`` on the host, the segment of each query and of each key, -1 for a query that sees
+        no key and for a key that no query sees; or ``None``.
+    """
+    batch, _, queries, keys = shape
+    host = mask.cpu().reshape([1] * (4 - mask.ndim) + list(mask.shape))
+    first = host[:, :1]
+    if not all(shape) or (host.shape[1] > 1 and host.stride(1) != 0 and not torch.equal(host, first.expand_as(host))):
+        return None
+    seen = _seen(first[:, 0])
+    if seen is None:
+        return None
+    seen = seen.expand(-1, -1, keys)
+    found = [_segments_of_row(row) for row in seen]
+    if any(row is None for row in found):
+        return None
+    of_queries, of_keys = (torch.stack(side) for side in zip(*(row for row in found if row is not None), strict=True))
+    return of_queries.expand(batch, queries), of_keys.expand(batch, keys)
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """Boolean ``[B, Q, K]`` of a mask without heads; ``None`` if it does more than show and hide."""
+    if mask.dtype == torch.bool:
+        return mask
+    shown, hidden = mask == 0, mask <= HIDDEN
+    if not (shown | hidden).all():  # NaN is neither.
+        return None
+    # A row of one number takes nothing from any key, unless that is -inf.
+    alike = (mask == mask[..., :1]).all(dim=-1, keepdim=True) & (mask[..., :1] != -torch.inf)
+    shown = shown | alike
+    blind = ~shown.any(dim=-1, keepdim=True)
+    return None if (blind & (mask != -torch.inf)).any() else shown
+
+
+def _segments_of_row(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of boolean ``[Q, K]``, the segment of each query and of each key."""
+    starts = torch.ones(len(seen), dtype=torch.bool)
+    starts[1:] = (seen[1:] != seen[:-1]).any(dim=1)  # Neighbours mostly agree, which leaves little to sort.
+    kinds, kind_of_start = seen[starts].unique(dim=0, return_inverse=True)
+    if (kinds.sum(dim=0) > 1).any():
+        return None
+    of_queries = kind_of_start[starts.cumsum(0) - 1]
+    of_queries = torch.where(kinds.any(dim=1)[of_queries], of_queries, -1)
+    of_keys = torch.where(kinds.any(dim=0), kinds.int().argmax(dim=0), -1)
+    return of_queries, of_keys
