@@ -19,11 +19,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..models.families import argument_labels
+from ..models.padding import PADDING
 from . import env
 from .backend import forward_arguments, make_backend
 from .loop import Loop
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
 from .state import DOCTOR, DenoiserState
+from .trim import Trim
 
 DYNAMO_CONFIG = {
     # Boolean indices give data-dependent shapes, which canonicalisation makes static.
@@ -173,8 +175,12 @@ class CompiledDenoiser(Compiled):
             return self.module._call_impl(*args, **kwargs)
         if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
             self._look_for_hooks()
+        finish = None
+        if self.state.trim is not None:
+            (args, kwargs), finish = self.state.trim(args, kwargs)
         with self._options():
-            return self._run(self._compiled, self.module._call_impl, *args, **kwargs)
+            result = self._run(self._compiled, self.module._call_impl, *args, **kwargs)
+        return result if finish is None else finish(result)
 
     def _applies(self) -> bool:
         if not self._may_run():
@@ -222,7 +228,9 @@ def prepare_denoiser(
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))
     weight_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, loop, labels or ())
+    paddings = PADDING.get(type(module).__name__) if settings.numerics == "fast" else None
+    trim = Trim(paddings, arguments) if paddings else None
+    state = DenoiserState(name, settings, chosen, arguments, weight_bytes, loop, labels or (), trim)
     return CompiledDenoiser(module, state)
 
 
@@ -248,7 +256,7 @@ def compile_denoiser(
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched module) or
             anything else ``torch.compile`` accepts.
         numerics: ``"exact"``, or ``"fast"``: all rows of a schedule are made as one batch, so that modulation weights
-            are read once a picture instead of once a step; last bits may differ.
+            are read once a picture instead of once a step, and padding of prompts is skipped; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
         release_weights: let weights that the loop does not read leave memory after the first call, and stay readable:

@@ -73,7 +73,7 @@ def compile_pipeline(
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (same bits as the untouched pipeline) or
             anything else ``torch.compile`` accepts.
         numerics: ``"exact"``, or ``"fast"``: all rows of a schedule are made as one batch, so that modulation weights
-            are read once a picture instead of once a step; last bits may differ.
+            are read once a picture instead of once a step, and padding of prompts is skipped; last bits may differ.
         dynamic: as in ``torch.compile``.
         strict: raise where the default falls back to the untouched module with a warning.
         release_weights: let weights that the loop does not read leave memory after the first call, and stay readable:

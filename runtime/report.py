@@ -69,7 +69,8 @@ class GraphReport:
 class DenoiserReport:
     """One denoiser. ``bytes_held`` is what is held now, private input copies included; ``bytes_released`` are those of
     weights that left memory for the loop (``release_weights``), ``bytes_read_back`` how many hoisted work has read from
-    there since."""
+    there since. ``tokens_run`` of ``tokens_given`` padded tokens a row, of all calls, were not cut off
+    (``numerics="fast"``)."""
 
     name: str
     module: str
@@ -85,6 +86,8 @@ class DenoiserReport:
     cache_misses: int
     cache_evictions: int
     host_reads: int
+    tokens_given: int
+    tokens_run: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ def _denoiser_report(wrapper: Compiled) -> DenoiserReport:
         cache_misses=state.held.misses,
         cache_evictions=state.held.evictions,
         host_reads=sum(g.host_reads for g in graphs),
+        tokens_given=state.trim.tokens_given if state.trim else 0,
+        tokens_run=state.trim.tokens_run if state.trim else 0,
     )
 
 
@@ -230,6 +235,8 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
             console.print(f"  note: {line}", highlight=False)
     for reason in denoiser.fallbacks:
         console.print(f"  fell back: {reason}", highlight=False)
+    if denoiser.tokens_run < denoiser.tokens_given:
+        console.print(f"  {denoiser.tokens_run} of {denoiser.tokens_given} padded tokens were run")
     released = f", {human(denoiser.bytes_released)} of weights released" if denoiser.bytes_released else ""
     released += f" ({human(denoiser.bytes_read_back)} read back)" if released else ""
     console.print(

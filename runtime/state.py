@@ -16,6 +16,7 @@ from .env import log
 from .loop import Loop
 from .release import ReleasedWeights
 from .settings import Settings
+from .trim import Trim
 
 if TYPE_CHECKING:
     from .staged import StagedGraph
@@ -43,6 +44,7 @@ class DenoiserState:
         weight_bytes: int = 0,
         loop: Loop | None = None,
         chosen: Collection[str] = (),
+        trim: Trim | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -50,6 +52,7 @@ class DenoiserState:
         self.arguments = arguments or []
         self.loop = loop or Loop()
         self.chosen = frozenset(chosen)
+        self.trim = trim
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.released = ReleasedWeights()
@@ -73,6 +76,8 @@ class DenoiserState:
         """Forget held values and the inputs they are known by; returns the bytes of held values freed."""
         for graph in list(self.graphs):
             graph.forget_inputs()
+        if self.trim is not None:
+            self.trim.forget()
         freed = self.held.clear()
         log.info("%s: %d bytes of held values freed", self.name, freed)
         return freed

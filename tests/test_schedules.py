@@ -58,7 +58,7 @@ def test_prompts_and_step_counts_in_turn_with_released_weights(name: str) -> Non
         assert denoiser.fallbacks == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "pixart", "hunyuan-video", "lumina-2"])
 def test_fast_is_as_exact_as_promised(name: str) -> None:
     """A picture of three steps in float32: errors of single products, carried through a small random model."""
     pair = Pair(name, numerics="fast")

@@ -2,6 +2,7 @@
 
 from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls, prepare_capture
 from .embedded import EMBEDDED
+from .padded import with_prompts
 from .pipelines import DEFAULT_PROMPT, FAMILIES, Size, build_pipeline, example_call
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "example_call",
     "example_calls",
     "prepare_capture",
+    "with_prompts",
 ]
