@@ -19,6 +19,9 @@ products may be made again, until it fits. Values that the body could have been 
 
 Between two hoisted stages only views, sizes and casts are made again.
 
+Quantised weights that are made larger again by cheap operations are never held, but made again wherever they are read:
+whoever quantised them wants the memory more than the time.
+
 Legality: what is made again is pure (it is hoisted work) and reads only held values and graph inputs, so it gives the
 same bits in the later stage.
 """
@@ -54,13 +57,14 @@ _COPIES = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default, t
 
 def choose_held(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, None]:
     """The nodes whose values cross from one stage to a later one, in graph order."""
-    held = _held_within_limit(gm, context)
-    _note_refused(gm, held, context)
+    unpacked = _unpacked_weights(gm)
+    held = _held_within_limit(gm, context, unpacked)
+    _note_refused(gm, held | unpacked, context)
     for time in reversed(HOISTED):
         earlier = {n for n in gm.graph.nodes if binding_time(n) != time}
         # In graph order, since whether a cast is held depends on what is held already.
         for node in sorted(needed_nodes([n for n in held if n not in earlier], earlier) & earlier):
-            _demand(node, held)
+            _demand(node, held, unpacked)
     return {node: None for node in gm.graph.nodes if node in held}
 
 
@@ -69,12 +73,36 @@ def is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _held_within_limit(gm: fx.GraphModule, context: PassContext) -> set[fx.Node]:
+def _unpacked_weights(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values cheaply made of weights of 8 bits alone that are larger than these."""
+    packed: dict[fx.Node, int] = {}
+    unpacked = set()
+    for node in gm.graph.nodes:
+        if binding_time(node) != BindingTime.MODEL:
+            continue
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.itemsize == 1:
+            packed[node] = tensor_bytes([node])
+        elif is_view(node) or is_cast(node) or _is_cheap(node):
+            size = sum(packed.get(source, 0) for source in node.all_input_nodes)
+            if size:
+                packed[node] = size
+                if tensor_bytes([node]) > size:
+                    unpacked.add(node)
+    return unpacked
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or target in _COPIES)
+
+
+def _held_within_limit(gm: fx.GraphModule, context: PassContext, unpacked: set[fx.Node]) -> set[fx.Node]:
     price = 1.0
-    held = _held_for_body(gm, context, price)
+    held = _held_for_body(gm, context, price, unpacked)
     while context.max_held_bytes is not None and tensor_bytes(held) > context.max_held_bytes and price < _MAX_PRICE:
         price *= 4
-        held = _held_for_body(gm, context, price)
+        held = _held_for_body(gm, context, price, unpacked)
     return held
 
 
@@ -89,7 +117,7 @@ def _note_refused(gm: fx.GraphModule, held: set[fx.Node], context: PassContext) 
             context.note("cut", f"{node.name} ({size:,} bytes{step}) is made again in the body: dearer to hold")
 
 
-def _held_for_body(gm: fx.GraphModule, context: PassContext, price: float) -> set[fx.Node]:
+def _held_for_body(gm: fx.GraphModule, context: PassContext, price: float, unpacked: set[fx.Node]) -> set[fx.Node]:
     """The values on the edges of a minimum cut, with holding at ``price`` times its bytes.
 
     Each hoisted value is an edge from its making to its use, as wide as it costs to hold. Making hangs on the source
@@ -104,7 +132,7 @@ def _held_for_body(gm: fx.GraphModule, context: PassContext, price: float) -> se
     seen = set(pending)
     while pending:
         node = pending.pop()
-        holding = _holding(node, read_by_body) * (1 if is_input(node) else price)
+        holding = math.inf if node in unpacked else _holding(node, read_by_body) * (1 if is_input(node) else price)
         network.add_edge((node, "make"), (node, "use"), capacity=holding)
         making = _making(node, 0 if context.compiles else LAUNCH, anything=price > 1)
         network.add_edge("known", (node, "make"), capacity=making)
@@ -147,20 +175,19 @@ def _making(node: fx.Node, launch: int, *, anything: bool) -> float:
     read, written = tensor_bytes(node.all_input_nodes), tensor_bytes([node])
     if written > EXPANSION * read:
         return read + launch
-    cheap = torch.Tag.pointwise in node.target.tags or node.target in _COPIES
-    if cheap or anything:
+    if _is_cheap(node) or anything:
         return read + written + launch + node_flops(node) / FLOPS_PER_BYTE
     return math.inf
 
 
-def _demand(node: fx.Node, held: set[fx.Node]) -> None:
+def _demand(node: fx.Node, held: set[fx.Node], unpacked: set[fx.Node]) -> None:
     """Add to ``held`` what must be held so that a later stage can have ``node``."""
     if is_input(node) or node in held:
         return
-    free = is_view(node) or is_size(node) or (is_cast(node) and _repeat_cast(node, held))
+    free = is_view(node) or is_size(node) or node in unpacked or (is_cast(node) and _repeat_cast(node, held))
     if free and not host_read(node):
         for source in node.all_input_nodes:
-            _demand(source, held)
+            _demand(source, held, unpacked)
     else:
         held.add(node)
 

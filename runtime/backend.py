@@ -16,6 +16,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 
 from ..models.families import default_label
 from ..passes import BindingTime, PassContext
@@ -27,6 +28,8 @@ from .staged import GraphInput, StagedGraph
 from .state import DOCTOR, DenoiserState
 
 _ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
+# A hook around the whole module, where Dynamo breaks the graph, hands its arguments on as a pair ``(args, kwargs)``.
+_HANDED_ON = re.compile(r"^L\['___stack\d+'\]\[1\]\['(?P<key>\w+)'\]")
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 CapturedInput = tuple[str, BindingTime]
 """Name for people and label of one of Dynamo's inputs."""
@@ -86,6 +89,8 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         changes = number or getattr(grapharg, "pass_arg_as_tensor", False)
         return module_path(name), BindingTime.REQUEST if changes else BindingTime.MODEL
     argument = match["local"]
+    if argument.startswith("___") and (handed_on := _HANDED_ON.search(name)) and handed_on["key"] in state.arguments:
+        argument = handed_on["key"]
     if argument == "kwargs" and match["key"]:
         argument = match["key"]
     elif argument == "args" and match["index"]:
@@ -149,12 +154,21 @@ def graph_inputs(aot: fx.GraphModule, captured: list[CapturedInput], chosen: Col
 
 def _graph_input(node: fx.Node, captured: list[CapturedInput], chosen: Collection[str]) -> GraphInput:
     """AOTAutograd says which of Dynamo's inputs each of its own is; what it made itself is ``STEP``."""
-    index = getattr(node.meta.get("desc"), "idx", None)
+    index, attributes = _captured_index(node.meta.get("desc"))
     if index is None or index >= len(captured):
         return GraphInput(node.name, node.name, BindingTime.STEP)
     name, label = captured[index]
+    name = ".".join((name, *attributes))
     node._rename(name)  # Dumps and reports then speak of hidden_states rather than arg0_1.
     return GraphInput(node.name, name, label, movable=label == BindingTime.STEP and name not in chosen)
+
+
+def _captured_index(desc: object) -> tuple[int | None, tuple[str, ...]]:
+    """Which of Dynamo's inputs an input of AOTAutograd's is, and which part of it if that is a tensor subclass."""
+    if isinstance(desc, SubclassGetAttrAOTInput):
+        index, attributes = _captured_index(desc.base)
+        return index, (*attributes, desc.attr)
+    return (desc.idx if isinstance(desc, PlainAOTInput) else None), ()
 
 
 def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
@@ -162,11 +176,11 @@ def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
     (output,) = aot.graph.find_nodes(op="output")
     written = set()
     for desc in output.meta.get("desc", ()):
-        index = getattr(getattr(desc, "mutated_input", None), "idx", None)
+        index, _ = _captured_index(getattr(desc, "mutated_input", None))
         if index is not None:
             written.add(index)
     for position, node in enumerate(aot.graph.find_nodes(op="placeholder")):
-        if getattr(node.meta.get("desc"), "idx", None) in written and inputs[position].label == BindingTime.MODEL:
+        if _captured_index(node.meta.get("desc"))[0] in written and inputs[position].label == BindingTime.MODEL:
             inputs[position] = GraphInput(node.name, inputs[position].name, BindingTime.STEP)
 
 

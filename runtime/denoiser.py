@@ -22,6 +22,7 @@ from ..models.families import argument_labels
 from ..models.padding import PADDING
 from . import env
 from .backend import forward_arguments, make_backend
+from .hooks import WeightHooks
 from .loop import Loop
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
 from .state import DOCTOR, DenoiserState
@@ -131,6 +132,7 @@ class CompiledDenoiser(Compiled):
         # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
         weakref.finalize(module, state.close)
         self._handles = -1
+        self._weight_hooks = WeightHooks(module)
         self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
         self._compiled = self._compile()
 
@@ -140,8 +142,8 @@ class CompiledDenoiser(Compiled):
         return type(self.module).__name__
 
     def weights(self) -> list[torch.Tensor]:
-        """The module's parameters and buffers."""
-        return [*self.module.parameters(), *self.module.buffers()]
+        """The module's parameters and buffers; of those of a tensor subclass (quantised ones) the tensors within."""
+        return [t for w in (*self.module.parameters(), *self.module.buffers()) for t in _plain_tensors(w)]
 
     def _compile(self) -> Callable[..., Any]:
         return compile_for(self.state, self.module._call_impl)
@@ -175,11 +177,14 @@ class CompiledDenoiser(Compiled):
             return self.module._call_impl(*args, **kwargs)
         if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
             self._look_for_hooks()
+        captured = self.state.captures
         finish = None
         if self.state.trim is not None:
             (args, kwargs), finish = self.state.trim(args, kwargs)
         with self._options():
             result = self._run(self._compiled, self.module._call_impl, *args, **kwargs)
+        if self.state.captures != captured:  # Another graph, maybe because a submodule is another.
+            self._weight_hooks.refresh()
         return result if finish is None else finish(result)
 
     def _applies(self) -> bool:
@@ -191,7 +196,19 @@ class CompiledDenoiser(Compiled):
         if self.module.training:
             self.state.fall_back("it is in training mode; call .eval() on it")
             return False
+        reason = self._weight_hooks.reason()
+        if reason is not None:
+            self.state.fall_back(reason)
+            return False
         return True
+
+
+def _plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
+    flatten = getattr(weight, "__tensor_flatten__", None)
+    names, _ = flatten() if flatten is not None else ((), None)
+    if not names:
+        return [weight]
+    return [t for name in names for t in _plain_tensors(getattr(weight, name))]
 
 
 def _is_being_traced() -> bool:
@@ -218,12 +235,16 @@ def prepare_denoiser(
 
     Raises:
         TypeError: ``module`` is no ``nn.Module``.
-        ValueError: it was wrapped by ``torch.compile``, or ``labels`` name what does not exist.
+        ValueError: it was wrapped by ``torch.compile``, ``labels`` name what does not exist, or weights that are to be
+            released cannot be.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ValueError(f"{name} was wrapped by torch.compile; pass the original module (its ._orig_mod)")
+    aside = WeightHooks(module).reason() if settings.release_weights else None
+    if aside is not None:
+        raise ValueError(f"release_weights={settings.release_weights!r} cannot be had for {name}: {aside}")
     settings.check_release(name, {p.device.type for p in module.parameters()})
     arguments = forward_arguments(module)
     chosen = argument_labels(type(module).__name__, arguments, parse_labels(labels, arguments))

@@ -11,9 +11,9 @@
     without a version counter is never the same. Writes that bypass the counter are not seen: a documented
     limit. What a timestep is, the scheduler says (:mod:`dithoist.runtime.device_schedule`).
 
-* :class:`WeightsIdentity` notices changed weights: another object, version counter or data pointer at every
-  call, and at the start of each generation a hash of the bytes, because LoRA fusing writes through ``.data``,
-  which none of the three shows.
+* :class:`WeightsIdentity` notices changed weights by a hash of their bytes. It is made when one is another object, or
+  has another version counter or data pointer, and at the start of each generation, because LoRA fusing writes through
+  ``.data``, which none of the three shows. So weights that offloading brings back are those they were.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -198,6 +199,8 @@ class WeightsIdentity:
     def __init__(self, forget: Callable[[torch.Tensor], None] = lambda weight: None) -> None:
         """``forget`` is called with a weight whose bytes have been read."""
         self.epoch = 0
+        self.arrivals = 0
+        """How often weights were found to be other objects, written, or elsewhere in memory, changed or not."""
         self._forget = forget
         self._contents: list[Hashable] = []
         self._seen: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -220,10 +223,9 @@ class WeightsIdentity:
         expired = list(map(_expired, self._watched[1]))
         if seen == self._seen and True not in expired and not deep and -1 not in seen[1]:
             return []
+        self.arrivals += seen != self._seen or True in expired
         contents = _contents(weights, self._forget)
-        now, then = zip(*seen, contents, strict=True), zip(*self._seen, self._contents, strict=True)
-        same = [a == b and not gone for a, b, gone in zip(now, then, expired, strict=False)]
-        changed = [i for i in range(len(weights)) if i >= len(same) or not same[i]]
+        changed = [i for i, (a, b) in enumerate(zip_longest(contents, self._contents)) if a != b]
         self.epoch += bool(changed)
         self._contents = contents
         self._remember(weights, seen)
@@ -250,14 +252,20 @@ def _look(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int], list[i
 def _contents(
     weights: Sequence[torch.Tensor], forget: Callable[[torch.Tensor], None] = lambda weight: None
 ) -> list[Hashable]:
-    """The bytes of small weights, and one 64-bit hash a larger one, read from each device in one go."""
+    """For each weight its layout, its address as far as results depend on it, and its bytes.
+
+    Those of a small one are there as they are, of a larger one as a 64-bit hash, read from each device in one go.
+    """
     small = [w.device.type == "cpu" and w.nbytes <= _SMALL_BYTES for w in weights]
     hashes = []
     for weight in itertools.compress(weights, map(operator.not_, small)):
         hashes.append(_hash_bytes(weight))
         forget(weight)
     numbers = iter(torch.stack([h.to(hashes[0].device) for h in hashes]).tolist() if hashes else [])
-    return [_small_token(w) if s else next(numbers) for w, s in zip(weights, small, strict=True)]
+    return [
+        (w.data_ptr() % ALIGNMENT, _small_token(w) if s else (w.dtype, w.shape, w.stride(), next(numbers)))
+        for w, s in zip(weights, small, strict=True)
+    ]
 
 
 def _hash_bytes(weight: torch.Tensor) -> torch.Tensor:

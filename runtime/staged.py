@@ -189,7 +189,7 @@ class StagedGraph:
         bodies = (self.program.body, self.program.eager_body or self.program.body)
         kept = {position[name] for body in bodies for name in body.inputs}
         self._pick_releasable = picker([i for i in self._weights if i not in kept])
-        self._released_epoch = -1
+        self._released_arrival = -1
         self._generations = Generations(self._loop)
         self._observation.begin(
             dict.fromkeys(self._request_inputs, BindingTime.REQUEST) | dict.fromkeys(self._weights, BindingTime.MODEL),
@@ -226,7 +226,7 @@ class StagedGraph:
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body
         result = body.run(values)
-        if self._released is not None and self._released_epoch != self._weights_identity.epoch:
+        if self._released is not None and self._released_arrival != self._weights_identity.arrivals:
             with self._lock:
                 self._release(values)
         return result
@@ -240,7 +240,7 @@ class StagedGraph:
             log.info("graph %d: weights that the loop does not read left memory", self.number)
         except OSError as error:
             self._warn(f"weights stay in memory: {error}")
-        self._released_epoch = self._weights_identity.epoch
+        self._released_arrival = self._weights_identity.arrivals
         self._weights_identity.moved(self._pick_weights(values))
 
     def _look(self, values: list[Any]) -> dict[int, Hashable]:

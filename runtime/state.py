@@ -83,9 +83,14 @@ class DenoiserState:
         return freed
 
     @property
+    def captures(self) -> int:
+        """Graphs captured so far, those that are no more included."""
+        return self._compiles.total()
+
+    @property
     def recompiles(self) -> int:
         """Graphs captured for a Python frame that had one already."""
-        return self._compiles.total() - len(self._compiles)
+        return self.captures - len(self._compiles)
 
     @property
     def graph_breaks(self) -> int:

@@ -76,12 +76,16 @@ def test_an_epoch_lasts_while_the_weights_do() -> None:
     with torch.no_grad():
         weights[0].add_(1)
     assert identity.check(weights, deep=False) == [0]
-    weights[1] = weights[1].clone()
+    weights[1] = weights[1].clone()  # As offloading brings weights back: what was made from them is still right.
+    assert identity.check(weights, deep=False) == []
+    weights[1] = weights[1].flip(0)
+    assert identity.check(weights, deep=False) == [1]
+    weights[1] = weights[1].t().contiguous().t()  # The same values, and another way through them.
     assert identity.check(weights, deep=False) == [1]
     weights[0].data = torch.randn(3)
     assert identity.check(weights, deep=False) == [0]
     assert identity.check(weights, deep=False) == []
-    assert identity.epoch == 4
+    assert identity.epoch == 5
 
 
 @given(st.integers(0, 3499), st.integers(0, 3499), st.sampled_from([torch.float32, torch.bfloat16]))
