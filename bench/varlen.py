@@ -50,6 +50,9 @@ def _without_trimming(module: nn.Module) -> None:
     wrapper.state.trim = None
 
 
+_ABOUT = """*tokens run* is the share of padded tokens that trimming leaves. Speed-ups are over *untouched*: medians of
+a step, variants in turn. Errors are the largest against float64 over the largest of the untouched denoiser."""
+
 VARIANTS: dict[str, Callable[[nn.Module], object]] = {
     "untouched": lambda module: None,
     "exact": lambda module: compile_denoiser(module, backend="eager"),
@@ -115,16 +118,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 HEADER = [
-    "denoiser",
-    "prompt",
-    "padded tokens run",
-    "untouched",
-    "exact",
-    "packed",
-    "trimmed",
-    "error packed",
-    "trimmed",
-]
+    "denoiser", "prompt", "tokens run", "untouched", "exact", "packed", "trimmed", "error packed", "error trimmed"
+]  # fmt: skip
 
 
 def main() -> None:
@@ -154,10 +149,8 @@ def main() -> None:
     console.print(table)
     if options.markdown:
         lines = [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *map(_cells, rows))]
-        preface = (
-            "Written by `python -m bench.varlen --markdown docs/padding.md`." + (__doc__ or "").split("\n\n", 2)[2]
-        )
-        options.markdown.write_text(f"# {title}\n\n{preface.strip()}\n\n" + "\n".join(lines) + "\n")
+        preface = "Written by `python -m bench.varlen --markdown docs/padding.md`."
+        options.markdown.write_text(f"# {title}\n\n{preface}\n{_ABOUT}\n\n" + "\n".join(lines) + "\n")
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
 

@@ -31,8 +31,8 @@ class Settings:
     Attributes:
         backend: compiles the stages: ``"inductor"``, ``"eager"`` (bitwise equal to the untouched model), any
             other name or callable that ``torch.compile`` accepts.
-        numerics: ``"exact"``, or ``"fast"``: last bits may differ; rows of a schedule are made as one batch, and padding of
-            prompts is skipped.
+        numerics: ``"exact"``, or ``"fast"``: last bits may differ; rows of a schedule are made as one batch, and
+            padding of prompts is skipped.
         dynamic: as in ``torch.compile``.
         strict: raise where the default would fall back to the untouched module with a warning.
         release_weights: let weights that the loop does not read leave memory: of a CPU for the ``"disk"``, of a CUDA
