@@ -67,18 +67,9 @@ KNOWN = {
     "minimax-h3": Known("gets one timestep at the first step and two later", recompiles=1),
 }  # fmt: skip
 
-MISLABELLED = {
-    "lumina": {"image_rotary_emb": "schedule"},
-    "wan-animate-2": {"condition_latents": "request"},
-    "hunyuan-video-framepack": {"indices_latents": "request"},
-    "minimax-h3": {"timestep_indices": "schedule"},
-    "cosmos-3": {"vision_tokens": "step", "input_ids": "request"},
-    "sana-wm-refiner": {"video_rotary_emb": "schedule"},
-    "ace-step": {"context_latents": "request"},
-    "spectrogram": {"decoder_input_tokens": "step", "encodings_and_masks": "request"},
-    "rfd4-proteina": {"bb_ca": "step"},
-}
-"""Arguments whose label is wrong, which costs speed until they are noticed, and when they are known."""
+MISLABELLED = {"lumina": {"image_rotary_emb": "schedule"}, "sana-wm-refiner": {"video_rotary_emb": "schedule"}}
+"""Arguments whose label is wrong, which costs speed until they are noticed, and when they are known: rotary tables that
+the pipeline makes anew at each step."""
 
 SPREAD = (
     "flux", "qwen-image", "sd3", "pixart", "glm-image", "ideogram-4", "dit", "prx", "wan", "stable-audio",
