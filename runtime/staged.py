@@ -290,10 +290,19 @@ class StagedGraph:
         self._restage()
 
     def _restage(self) -> None:
-        self._held.drop(self.number)
-        self._held.drop(("inputs", self.number))
+        self._drop_held()
         self._build()
         self._log_program("staged anew")
+
+    def _drop_held(self) -> None:
+        self._held.drop(self.number)
+        self._held.drop(("inputs", self.number))
+
+    def drop(self) -> None:
+        """Free all that is held."""
+        with self._lock:
+            self.forget_inputs()
+            self._drop_held()
 
     def forget_inputs(self) -> None:
         """Let go of the inputs that were kept to know them again."""

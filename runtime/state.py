@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHED_BYTES = 256 * 2**20
 
+Captures = tuple[set["StagedGraph"], Counter[int | None]]
+"""Graphs, and how many there were by the Python frame they were captured for."""
 
 DOCTOR = "the result is right, only slower; `dithoist doctor` says what works here, strict=True raises with the cause"
 """What to do about a failure that is ours."""
@@ -68,6 +70,19 @@ class DenoiserState:
         self.graphs.add(graph)
         compile_id = CompileContext.current_compile_id()
         self._compiles[compile_id.frame_id if compile_id else None] += 1
+
+    def captures(self) -> Captures:
+        """The graphs there are, for :meth:`replace`."""
+        return set(self.graphs), self._compiles.copy()
+
+    def replace(self, earlier: Captures) -> None:
+        """Free what earlier graphs hold, and leave them out of the report: they will not be called again."""
+        graphs, compiles = earlier
+        for graph in graphs:
+            graph.drop()
+            self.graphs.discard(graph)
+        self._compiles -= compiles
+        log.info("%s: captured whole, where the first call broke into %d graphs", self.name, len(graphs))
 
     def clear(self) -> int:
         """Forget held values and the inputs they are known by; returns the bytes of held values freed."""

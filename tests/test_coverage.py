@@ -42,8 +42,6 @@ class Known:
 
 IDEAL = Known("")
 KNOWN = {
-    "bria-fibo-2": Known("makes its rotary tables at the first call, under `with torch.device`", breaks=3),
-    "z-image": Known("makes its rotary tables at the first call, under `with torch.device`", breaks=5),
     "hidream": Known(
         "loops over experts by the number of tokens each got", breaks=14, recompiles=6,
         host_reads={"aten.bincount.default": 1},
