@@ -86,7 +86,7 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         changes = number or getattr(grapharg, "pass_arg_as_tensor", False)
         return module_path(name), BindingTime.REQUEST if changes else BindingTime.MODEL
     argument = match["local"]
-    if argument == "kwargs" and match["key"]:
+    if match["key"] and argument not in state.labels:  # ``**kwargs``, whatever it is called.
         argument = match["key"]
     elif argument == "args" and match["index"]:
         position = int(match["index"])
