@@ -56,7 +56,9 @@ def capturing_backend(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if env.disabled():
             return gm.forward
-        captured = [_captured_input(node, state) for node in gm.graph.find_nodes(op="placeholder")]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inputs = zip(placeholders, example_inputs, strict=True)
+        captured = [_captured_input(node, value, state) for node, value in inputs]
 
         def compile_inference(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
             return compile_graph(aot, captured)
@@ -71,8 +73,8 @@ def capturing_backend(
     return backend
 
 
-def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
-    """Name for people and label of a placeholder of Dynamo's graph."""
+def _captured_input(node: fx.Node, passed: Any, state: DenoiserState) -> CapturedInput:
+    """Name for people and label of a placeholder of Dynamo's graph, for which the first call has ``passed`` a value."""
     value = node.meta.get("example_value", node.meta.get("val"))
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
@@ -91,6 +93,9 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
     elif argument == "args" and match["index"]:
         position = int(match["index"])
         argument = state.arguments[position] if position < len(state.arguments) else argument
+    origin = state.origins.label(passed)
+    if origin is not None and argument not in state.chosen:
+        return name if argument.startswith("___") else argument, origin
     if argument.startswith("___"):  # A value on Dynamo's stack after a graph break: made by the model itself.
         return name, BindingTime.REQUEST if number else BindingTime.STEP
     label = state.labels.get(argument, default_label(argument))
@@ -129,6 +134,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
             released=state.released if state.settings.release_weights else None,
             fast=state.settings.numerics == "fast",
             warn=state.warn,
+            returned=state.origins.note,
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}; {DOCTOR}", error)

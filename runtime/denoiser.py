@@ -95,6 +95,7 @@ class Compiled:
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what was compiled, or ``original`` where Dynamo cannot."""
         ran = self.state.graph_calls
+        self.state.origins.begin_call()
         try:
             if self._may_be_whole and eval_frame._stance.stance == "default":
                 self._may_be_whole = False

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .cache import HeldValues
 from .release import ALIGNMENT
 
-_SMALL_BYTES = 4096
+SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
 _HASH_ROW = 1024  # Words; with the next, a block of 2 MiB stays in the cache.
 _HASH_ROWS = 256
@@ -138,7 +138,7 @@ class InputIdentity:
             return self._object_token(value)
         if value.is_conj() or value.is_neg():
             value = value.resolve_conj().resolve_neg()
-        return _small_token(value) if value.nbytes <= _SMALL_BYTES else self._snapshot_token(value.detach())
+        return _small_token(value) if value.nbytes <= SMALL_BYTES else self._snapshot_token(value.detach())
 
     def forget(self) -> None:
         """Let go of every value seen; tokens given are never given again."""
@@ -251,7 +251,7 @@ def _contents(
     weights: Sequence[torch.Tensor], forget: Callable[[torch.Tensor], None] = lambda weight: None
 ) -> list[Hashable]:
     """The bytes of small weights, and one 64-bit hash a larger one, read from each device in one go."""
-    small = [w.device.type == "cpu" and w.nbytes <= _SMALL_BYTES for w in weights]
+    small = [w.device.type == "cpu" and w.nbytes <= SMALL_BYTES for w in weights]
     hashes = []
     for weight in itertools.compress(weights, map(operator.not_, small)):
         hashes.append(_hash_bytes(weight))

@@ -14,6 +14,7 @@ from ..passes import BindingTime
 from .cache import HeldValues
 from .env import log
 from .loop import Loop
+from .origins import Origins
 from .release import ReleasedWeights
 from .settings import Settings
 
@@ -55,6 +56,7 @@ class DenoiserState:
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.released = ReleasedWeights()
+        self.origins = Origins()
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
         self.fallbacks: list[str] = []
         self.graph_calls = 0

@@ -1,13 +1,20 @@
-"""What Dynamo captures in pieces at the first call, and whole if the second can be."""
+"""What Dynamo captures in pieces: whole if a later call can be; if not, labels go from piece to piece."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from torch import nn
 from twins import TinyDit, Twins, tiny_inputs
 
 from dithoist import compile_step, report
+from dithoist.runtime import identity
+from dithoist.runtime.backend import make_backend
+from dithoist.runtime.settings import Settings
+from dithoist.runtime.state import DenoiserState
 
 
 class Rope:
@@ -83,3 +90,70 @@ def test_a_step_that_breaks_at_its_first_call_only_is_one_graph() -> None:
             assert torch.equal(compiled(*args), step(*args))
         assert (report(compiled).denoisers[0].graph_breaks > 0) == breaks
     assert len(report(compiled).denoisers[0].graphs) == 1
+
+
+class Pieces(nn.Module):
+    """Its pieces hand each other values under names that say nothing, or something else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.text, self.time, self.out = nn.Linear(8, 8), nn.Linear(1, width), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.text(prompt)
+        temb = self.time((2 * timestep[:, None]).sin())
+        moved = self.out(x)
+        torch._dynamo.graph_break()
+        return moved * temb.sin().mean(-1)[:, None, None] + hidden_states.cos().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("width", "temb"), [(8, "schedule"), (4096, "step")])
+def test_a_piece_knows_when_the_one_before_it_knew_its_values(width: int, temb: str) -> None:
+    """A large value that changes with the step could not be recognised at a later generation."""
+    twins = Twins(Pieces(width))
+    for seed in range(3):
+        for step in (8.0, 7.0, 6.0, 5.0, 4.0, 3.0):
+            inputs = tiny_inputs(seed, step)
+            twins.check(inputs["hidden_states"], inputs["timestep"], inputs["encoder_hidden_states"])
+    (second,) = [graph for graph in twins.report.graphs if "temb" in graph.inputs]
+    assert second.inputs == {"hidden_states": "request", "temb": temb, "moved": "step"}
+    assert second.demoted + second.promoted == []
+
+
+class Caching(nn.Module):
+    """Its first call makes what every later one is given."""
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, cache: torch.Tensor | None = None) -> torch.Tensor:
+        return x.sin() if cache is None else x * timestep[:, None, None].sin() + cache.cos()
+
+
+def test_what_a_call_returned_is_an_argument_like_any_other_in_the_next() -> None:
+    twins = Twins(Caching())
+    cache = twins.check(torch.randn(2, 4, 8), torch.zeros(2))
+    twins.check(torch.randn(2, 4, 8), torch.ones(2), cache)
+    (reading,) = [graph for graph in twins.report.graphs if "cache" in graph.inputs]
+    assert reading.inputs["cache"] == "request"
+
+
+def test_what_is_made_of_a_timestep_does_not_tell_generations_apart() -> None:
+    twins = Twins(Pieces(64))
+    with mock.patch.object(identity, "_contents", wraps=identity._contents) as hashes:
+        for seed in range(2):
+            for step in (8.0, 7.0, 6.0, 5.0, 4.0, 3.0):
+                inputs = tiny_inputs(seed, step)
+                twins.check(inputs["hidden_states"], inputs["timestep"], inputs["encoder_hidden_states"])
+    assert hashes.call_count == len(twins.report.graphs) * 2
+
+
+def test_keyword_arguments_have_labels_of_their_own_whatever_they_are_called_together() -> None:
+    def function(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return x + given["latents"] * given["sigma"].sin() + given["text"].cos()
+
+    state = DenoiserState("function", Settings("eager"))
+    compiled = torch.compile(function, backend=make_backend(state))
+    values = {"latents": torch.ones(3), "sigma": torch.ones(1), "text": torch.ones(3)}
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(3), **values), function(torch.ones(3), **values))
+    (graph,) = state.graphs
+    labels = {graph.inputs[node].name: label.label for node, label in graph.labels.items()}
+    assert labels == {"x": "step", "latents": "step", "sigma": "schedule", "text": "request"}
