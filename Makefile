@@ -35,7 +35,7 @@ fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests -k "property or equivalence or coverage"
 
 coverage: setup
-	$(BIN)/python -m pytest -c tests/pytest.ini tests/test_coverage.py --coverage-table=docs/coverage.md
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -c tests/pytest.ini tests/test_coverage.py --coverage-table=docs/coverage.md
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field
 from ..passes import BindingTime
 
 _SCHEDULE = re.compile(
-    r"(.*_)?(t|times?|timesteps?|sigmas?|guidance|guidance_scale|noise_level)(_cond|_r)?|i|step|(step_)?(index|idx)"
+    r"(.*_)?(t|times?|timesteps?|sigmas?|guidance|guidance_scale|noise_level)(_cond|_r)?"
+    r"|i|step|(step_)?(index|idx)|timestep_(index|idx|indices|indexes)"
 )
-_STEP = re.compile(r"x|z|sample|((audio|video)_)?hidden_states|(.*_)?(latents?|residuals?|block_samples)")
+_STEP = re.compile(
+    r"x|z|sample|((audio|video)_)?hidden_states|(.*_)?(latents?|residuals?|block_samples)"
+    r"|(.*_)?(action|audio|input|latent|sound|video|vision)_tokens"
+)
+_GIVEN_LATENTS = re.compile(
+    r"(.*_)?(cond|condition|context|control|indices|inpaint|input_image|input_img|masked|ref|reference)_latents?"
+)
+_OWN_TIME = re.compile(r"(?P<of>.+)_(time|timestep|sigma)")
 
 
 @dataclass(frozen=True)
@@ -45,10 +53,10 @@ FAMILIES: dict[str, Family] = {
 def default_label(argument: str) -> BindingTime:
     """Binding time of an argument no family and no user named.
 
-    Latents by their usual names are ``STEP``; timestep-like arguments ``SCHEDULE``; all else, such as prompt
-    embeddings, masks and sizes, ``REQUEST``.
+    Latents by their usual names are ``STEP``, unless the name says that they are given; timestep-like arguments are
+    ``SCHEDULE``; all else, such as prompt embeddings, masks and sizes, is ``REQUEST``.
     """
-    if _STEP.fullmatch(argument):
+    if _STEP.fullmatch(argument) and not _GIVEN_LATENTS.fullmatch(argument):
         return BindingTime.STEP
     if _SCHEDULE.fullmatch(argument):
         return BindingTime.SCHEDULE
@@ -58,10 +66,13 @@ def default_label(argument: str) -> BindingTime:
 def argument_labels(class_name: str, arguments: list[str], chosen: Mapping[str, BindingTime]) -> dict[str, BindingTime]:
     """Label of every argument: the user's, the family's, or the default rule's.
 
-    Where the rule finds no latents at all, the first argument is taken for them.
+    An argument with a time of its own beside it (``x`` and ``x_time``) is taken for latents too, and where there are
+    none at all, the first argument.
     """
     family = FAMILIES.get(class_name, Family(class_name))
-    labels = {a: default_label(a) for a in arguments} | dict(family.labels) | dict(chosen)
+    timed = {match["of"] for a in arguments if (match := _OWN_TIME.fullmatch(a))}
+    defaults = {a: BindingTime.STEP if a in timed else default_label(a) for a in arguments}
+    labels = defaults | dict(family.labels) | dict(chosen)
     if arguments and BindingTime.STEP not in labels.values():
         labels[arguments[0]] = BindingTime.STEP
     return labels

@@ -59,7 +59,9 @@ def capturing_backend(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if env.disabled():
             return gm.forward
-        captured = [_captured_input(node, state) for node in gm.graph.find_nodes(op="placeholder")]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inputs = zip(placeholders, example_inputs, strict=True)
+        captured = [_captured_input(node, value, state) for node, value in inputs]
 
         def compile_inference(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
             return compile_graph(aot, captured)
@@ -74,8 +76,8 @@ def capturing_backend(
     return backend
 
 
-def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
-    """Name for people and label of a placeholder of Dynamo's graph."""
+def _captured_input(node: fx.Node, passed: Any, state: DenoiserState) -> CapturedInput:
+    """Name for people and label of a placeholder of Dynamo's graph, for which the first call has ``passed`` a value."""
     value = node.meta.get("example_value", node.meta.get("val"))
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
@@ -89,13 +91,17 @@ def _captured_input(node: fx.Node, state: DenoiserState) -> CapturedInput:
         changes = number or getattr(grapharg, "pass_arg_as_tensor", False)
         return module_path(name), BindingTime.REQUEST if changes else BindingTime.MODEL
     argument = match["local"]
-    if argument.startswith("___") and (handed_on := _HANDED_ON.search(name)) and handed_on["key"] in state.arguments:
+    handed_on = _HANDED_ON.search(name)
+    if handed_on and handed_on["key"] in state.arguments:
         argument = handed_on["key"]
-    if argument == "kwargs" and match["key"]:
+    elif match["key"] and argument not in state.labels:  # ``**kwargs``, whatever it is called.
         argument = match["key"]
     elif argument == "args" and match["index"]:
         position = int(match["index"])
         argument = state.arguments[position] if position < len(state.arguments) else argument
+    origin = state.origins.label(passed)
+    if origin is not None and argument not in state.chosen:
+        return name if argument.startswith("___") else argument, origin
     if argument.startswith("___"):  # A value on Dynamo's stack after a graph break: made by the model itself.
         return name, BindingTime.REQUEST if number else BindingTime.STEP
     label = state.labels.get(argument, default_label(argument))
@@ -134,6 +140,7 @@ def _compile(aot: fx.GraphModule, captured: list[CapturedInput], state: Denoiser
             loop=state.loop,
             released=state.released if state.settings.release_weights else None,
             warn=state.warn,
+            returned=state.origins.note,
         )
     except Exception as error:
         state.fall_back(f"a graph could not be staged: {type(error).__name__}: {error}; {DOCTOR}", error)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
+from torch._dynamo.decorators import error_on_graph_break
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._trace import is_tracing as is_jit_tracing
@@ -74,6 +75,8 @@ class Compiled:
     def __init__(self, state: DenoiserState) -> None:
         self.state = state
         self._broken = False
+        self._may_be_whole = False
+        self._compiled = self._compile()
 
     @property
     def title(self) -> str:
@@ -88,11 +91,24 @@ class Compiled:
         """Undo the compilation and free what is held."""
         raise NotImplementedError
 
-    def _run(self, compiled: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``compiled``, or ``original`` where Dynamo cannot."""
+    def _compile(self) -> Callable[..., Any]:
+        """A capture to come, which knows of no other."""
+        raise NotImplementedError
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what was compiled, or ``original`` where Dynamo cannot."""
         ran = self.state.graph_calls
+        self.state.origins.begin_call()
         try:
-            result = compiled(*args, **kwargs)
+            if self._may_be_whole and eval_frame._stance.stance == "default":
+                self._may_be_whole = False
+                try:
+                    return self._run_whole(*args, **kwargs)
+                except TorchDynamoException:  # It breaks again, so what there is goes on.
+                    if self.state.graph_calls > ran:
+                        raise
+            result = self._compiled(*args, **kwargs)
+            self._may_be_whole = not ran and _ISOLATES and self.state.graph_breaks > 0
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
                 self._broken = True
@@ -106,6 +122,22 @@ class Compiled:
             return result
         if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
             self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
+        return result
+
+    def _run_whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Capture the second call anew, and run that, because the first one broke.
+
+        The first call of some models makes what later calls find, rotary tables mostly, in ways that Dynamo cannot
+        follow. A model that breaks for another reason is traced up to there once more, no further.
+
+        Raises:
+            TorchDynamoException: it breaks again; nothing has run.
+        """
+        earlier, compiled = self.state.captures(), self._compile()
+        with error_on_graph_break(True):
+            result = compiled(*args, **kwargs)
+        self._compiled = compiled
+        self.state.replace(earlier)
         return result
 
     def _may_run(self) -> bool:
@@ -125,8 +157,8 @@ class CompiledDenoiser(Compiled):
     """
 
     def __init__(self, module: torch.nn.Module, state: DenoiserState) -> None:
-        super().__init__(state)
         self.module = module
+        super().__init__(state)
         self.previous: Callable[..., Any] | None = None
         self._had_previous = False
         # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
@@ -134,7 +166,6 @@ class CompiledDenoiser(Compiled):
         self._handles = -1
         self._weight_hooks = WeightHooks(module)
         self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
-        self._compiled = self._compile()
 
     @property
     def title(self) -> str:
@@ -177,13 +208,13 @@ class CompiledDenoiser(Compiled):
             return self.module._call_impl(*args, **kwargs)
         if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
             self._look_for_hooks()
-        captured = self.state.captures
+        captured = self.state.captured
         finish = None
         if self.state.trim is not None:
             (args, kwargs), finish = self.state.trim(args, kwargs)
         with self._options():
-            result = self._run(self._compiled, self.module._call_impl, *args, **kwargs)
-        if self.state.captures != captured:  # Another graph, maybe because a submodule is another.
+            result = self._run(self.module._call_impl, *args, **kwargs)
+        if self.state.captured != captured:  # Another graph, maybe because a submodule is another.
             self._weight_hooks.refresh()
         return result if finish is None else finish(result)
 

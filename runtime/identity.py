@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .cache import HeldValues
 from .release import ALIGNMENT
 
-_SMALL_BYTES = 4096
+SMALL_BYTES = 4096
 _MAX_SNAPSHOTS = 8
 _HASH_ROW = 1024  # Words; with the next, a block of 2 MiB stays in the cache.
 _HASH_ROWS = 256
@@ -139,7 +139,7 @@ class InputIdentity:
             return self._object_token(value)
         if value.is_conj() or value.is_neg():
             value = value.resolve_conj().resolve_neg()
-        return _small_token(value) if value.nbytes <= _SMALL_BYTES else self._snapshot_token(value.detach())
+        return _small_token(value) if value.nbytes <= SMALL_BYTES else self._snapshot_token(value.detach())
 
     def forget(self) -> None:
         """Let go of every value seen; tokens given are never given again."""
@@ -256,7 +256,7 @@ def _contents(
 
     Those of a small one are there as they are, of a larger one as a 64-bit hash, read from each device in one go.
     """
-    small = [w.device.type == "cpu" and w.nbytes <= _SMALL_BYTES for w in weights]
+    small = [w.device.type == "cpu" and w.nbytes <= SMALL_BYTES for w in weights]
     hashes = []
     for weight in itertools.compress(weights, map(operator.not_, small)):
         hashes.append(_hash_bytes(weight))

@@ -20,9 +20,11 @@ from ..passes import BindingTime
 
 PATIENCE = 4
 
+FEW = 16
+"""Elements that a timestep for each picture of a batch has at most."""
+
 _MAX_BRANCHES = 8
 _MAX_RELABELLED = 2
-_SMALL = 16  # Elements: a timestep for each picture of a batch.
 _MAX_SEEN = 4096
 
 
@@ -98,7 +100,7 @@ class Observation:
         return new
 
     def _demoted(self, i: int, label: BindingTime, value: Any) -> BindingTime:
-        small = isinstance(value, torch.Tensor) and value.numel() <= _SMALL
+        small = isinstance(value, torch.Tensor) and value.numel() <= FEW
         if label == BindingTime.MODEL or not small or self._relabelled[i]:
             return BindingTime.STEP
         self._proving[i] = set()

@@ -23,15 +23,16 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from ..passes import TIMES, BindingTime, PassContext, Program, Stage, build_program, outline_repeats
 from ..passes import cost as costs
+from ..passes.binding_time import binding_time
 from ..passes.edit import copy_graph
-from ..passes.effects import is_random
+from ..passes.effects import is_random, view_base
 from . import capture
 from .cache import HeldValues
 from .device_schedule import DeviceSchedule
 from .env import log
 from .forecast import Forecast
 from .identity import InputIdentity, WeightsIdentity, reads_wait
-from .labels import Observation
+from .labels import FEW, Observation
 from .loop import Generations, Loop
 from .release import ReleasedWeights
 from .rows import HoistedStage
@@ -86,6 +87,20 @@ def _compile_graph(gm: fx.GraphModule, backend: Callable[..., Any]) -> Callable[
     return function  # type: ignore[no-any-return]
 
 
+def _output_times(gm: fx.GraphModule) -> list[BindingTime]:
+    """When each value is known that an analysed graph returns: where it is a copy for the caller, its original."""
+    (output,) = gm.graph.find_nodes(op="output")
+    assert isinstance(output.args[0], tuple | list)
+    return [_known(n) if isinstance(n, fx.Node) else BindingTime.MODEL for n in output.args[0]]
+
+
+def _known(node: fx.Node) -> BindingTime:
+    base = view_base(node)
+    if base.target is torch.ops.aten.clone.default:
+        base = base.all_input_nodes[0]
+    return binding_time(base)
+
+
 class StagedGraph:
     """A captured graph that is called like it, with the flat list of its inputs, and does less work."""
 
@@ -102,6 +117,7 @@ class StagedGraph:
         loop: Loop | None = None,
         released: ReleasedWeights | None = None,
         warn: Callable[[str], None] = lambda message: None,
+        returned: Callable[[Sequence[Any], Sequence[BindingTime]], None] = lambda values, times: None,
     ) -> None:
         """Split and compile.
 
@@ -114,6 +130,7 @@ class StagedGraph:
             loop: what is known of the loop around the calls.
             released: where weights that only hoisted work reads go after the first call; ``None`` keeps them.
             warn: told what the user asked for and does not get.
+            returned: told at the first call what it returned, and when each value of it is known.
         """
         self.inputs = {i.node: i for i in inputs}
         self.labels = {i.node: i.label for i in inputs}
@@ -133,6 +150,7 @@ class StagedGraph:
         self._loop = loop or Loop()
         self._released = released
         self._warn = warn
+        self._returned = returned
         self._lock = threading.RLock()
         self._build()
         self._log_program("captured")
@@ -148,6 +166,7 @@ class StagedGraph:
         gm = copy_graph(self.source)
         self.context = self._make_context(self.labels)
         self.program: Program = build_program(gm, self.context)
+        self._output_times = _output_times(gm)
         self.analysed = gm
         position = {name: i for i, name in enumerate(self.program.placeholders)}
         self._weights = [
@@ -226,6 +245,8 @@ class StagedGraph:
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body
         result = body.run(values)
+        if self.calls == 1:
+            self._returned(result, self._output_times)
         if self._released is not None and self._released_arrival != self._weights_identity.arrivals:
             with self._lock:
                 self._release(values)
@@ -268,11 +289,13 @@ class StagedGraph:
         return tokens
 
     def _position(self, values: list[Any]) -> float | None:
-        """The timestep as a number, where it can be read without waiting."""
+        """The timestep as a number, where it can be read without waiting; what is made of it says little."""
         for i in self._schedule_inputs:
             value = values[i]
             if isinstance(value, torch.Tensor) and value.numel() and not reads_wait(value.device):
-                return float(value.flatten()[:1].tolist()[0].real)
+                first = value.flatten()[:1]
+                if value.numel() <= FEW or bool((value == first).all()):
+                    return float(first.tolist()[0].real)
         return None
 
     def _relabel(self, labels: dict[int, BindingTime]) -> None:
@@ -287,10 +310,19 @@ class StagedGraph:
         self._restage()
 
     def _restage(self) -> None:
-        self._held.drop(self.number)
-        self._held.drop(("inputs", self.number))
+        self._drop_held()
         self._build()
         self._log_program("staged anew")
+
+    def _drop_held(self) -> None:
+        self._held.drop(self.number)
+        self._held.drop(("inputs", self.number))
+
+    def drop(self) -> None:
+        """Free all that is held."""
+        with self._lock:
+            self.forget_inputs()
+            self._drop_held()
 
     def forget_inputs(self) -> None:
         """Let go of the inputs that were kept to know them again."""

@@ -14,6 +14,7 @@ from ..passes import BindingTime
 from .cache import HeldValues
 from .env import log
 from .loop import Loop
+from .origins import Origins
 from .release import ReleasedWeights
 from .settings import Settings
 from .trim import Trim
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHED_BYTES = 256 * 2**20
 
+Captures = tuple[set["StagedGraph"], Counter[int | None]]
+"""Graphs, and how many there were by the Python frame they were captured for."""
 
 DOCTOR = "the result is right, only slower; `dithoist doctor` says what works here, strict=True raises with the cause"
 """What to do about a failure that is ours."""
@@ -56,6 +59,7 @@ class DenoiserState:
         limit = settings.max_cached_bytes
         self.held = HeldValues(max(weight_bytes // 4, DEFAULT_CACHED_BYTES) if limit is None else limit)
         self.released = ReleasedWeights()
+        self.origins = Origins()
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
         self.fallbacks: list[str] = []
         self.graph_calls = 0
@@ -72,6 +76,19 @@ class DenoiserState:
         compile_id = CompileContext.current_compile_id()
         self._compiles[compile_id.frame_id if compile_id else None] += 1
 
+    def captures(self) -> Captures:
+        """The graphs there are, for :meth:`replace`."""
+        return set(self.graphs), self._compiles.copy()
+
+    def replace(self, earlier: Captures) -> None:
+        """Free what earlier graphs hold, and leave them out of the report: they will not be called again."""
+        graphs, compiles = earlier
+        for graph in graphs:
+            graph.drop()
+            self.graphs.discard(graph)
+        self._compiles -= compiles
+        log.info("%s: captured whole, where the first call broke into %d graphs", self.name, len(graphs))
+
     def clear(self) -> int:
         """Forget held values and the inputs they are known by; returns the bytes of held values freed."""
         for graph in list(self.graphs):
@@ -83,14 +100,14 @@ class DenoiserState:
         return freed
 
     @property
-    def captures(self) -> int:
+    def captured(self) -> int:
         """Graphs captured so far, those that are no more included."""
         return self._compiles.total()
 
     @property
     def recompiles(self) -> int:
         """Graphs captured for a Python frame that had one already."""
-        return self.captures - len(self._compiles)
+        return self.captured - len(self._compiles)
 
     @property
     def graph_breaks(self) -> int:

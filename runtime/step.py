@@ -37,21 +37,24 @@ class CompiledStep(Compiled):
     """A step function that does less work; called like it."""
 
     def __init__(self, function: Callable[..., Any], arguments: list[str], state: DenoiserState) -> None:
-        super().__init__(state)
         functools.update_wrapper(self, function)
         self._function = function
         self._arguments = arguments
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with _NumbersAsIndices():
-                return function(*args, **kwargs)
-
-        self._compiled = compile_for(state, functools.wraps(function)(step))
+        super().__init__(state)
 
     @property
     def title(self) -> str:
         """The function's name."""
         return getattr(self._function, "__qualname__", type(self._function).__name__)
+
+    def _compile(self) -> Callable[..., Any]:
+        function = self._function
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with _NumbersAsIndices():
+                return function(*args, **kwargs)
+
+        return compile_for(self.state, functools.wraps(function)(step))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are of the function that was compiled, as those of a compiled module are of the module."""
@@ -69,7 +72,7 @@ class CompiledStep(Compiled):
             return self._function(*args, **kwargs)
         try:
             with _OPTIONS(), _unknown(",".join(numbers)):
-                return self._run(self._compiled, self._function, *args, **kwargs)
+                return self._run(self._function, *args, **kwargs)
         except RuntimeError as error:
             # An index out of range, say, of which the function speaks in its own words.
             if "Runtime assertion failed" not in str(error):

@@ -233,7 +233,7 @@ def edit_data(module: nn.Module) -> None:
 )
 def test_identity_rules_are_needed(check: Callable[[], None], mutant: Any) -> None:
     check()
-    with mutant, mock.patch.object(identity, "_SMALL_BYTES", 0):
+    with mutant, mock.patch.object(identity, "SMALL_BYTES", 0):
         assert fails(check)
 
 

@@ -144,7 +144,7 @@ DENOISERS: Mapping[str, Denoiser] = {
             "num_single_dit_layers": 2,
             "joint_attention_dim": 40,
             "caption_projection_dim": 32,
-            "pos_embed_max_size": 64,
+            "pos_embed_max_size": 256,
         },
         _aura_request,
         _aura_step,
