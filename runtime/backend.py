@@ -23,6 +23,7 @@ from ..passes import BindingTime, PassContext
 from . import env
 from .device_schedule import ScheduleMismatch
 from .env import log
+from .floats import keep_floats_beside_alpha
 from .settings import Settings
 from .staged import GraphInput, StagedGraph
 from .state import DOCTOR, DenoiserState
@@ -59,6 +60,7 @@ def capturing_backend(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if env.disabled():
             return gm.forward
+        keep_floats_beside_alpha(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         inputs = zip(placeholders, example_inputs, strict=True)
         captured = [_captured_input(node, value, state) for node, value in inputs]

@@ -92,11 +92,10 @@ SPREAD = (
     "flux", "qwen-image", "sd3", "pixart", "glm-image", "ideogram-4", "dit", "prx", "wan", "stable-audio",
 )  # fmt: skip
 NOT_DYNAMIC = {
-    "cosmos": "AOTAutograd loses `alpha` of `torch.add` if the other summand is a symbolic float (torch 2.13)",
     "hidream": "has a graph for as many lengths as its experts happen to get",
-    "spectrogram": "its pipeline has one length only",
+    "spectrogram": "its table of positions has 64 rows, and the second size needs more",
 }
-"""Why a class is not run with dynamic sizes. Cosmos has wrong numbers then, with `backend="aot_eager"` too."""
+"""Why a class is not run with dynamic sizes."""
 
 DYNAMIC = (
     tuple(name for name in DENOISERS if name not in NOT_DYNAMIC)
