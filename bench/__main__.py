@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
         chosen = variants.check(options.variant or list(variants.VARIANTS))
     except ValueError as error:
         parser.error(str(error))
+    if options.resume and not options.json:
+        parser.error("--resume goes on with the run in --json; name its file")
     if options.list:
         console.print("\n".join(case.id for case in cases), highlight=False)
         return 0
@@ -41,7 +43,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m bench") 
     if options.results:
         found = _load(options.results, parser)
     else:
-        found = run(cases, _plan(options, chosen), console, keep=options.json)
+        earlier = _load(options.json, parser) if options.resume else None
+        try:
+            found = run(cases, _plan(options, chosen), console, keep=options.json, earlier=earlier)
+        except ValueError as error:
+            parser.error(str(error))
     tables.show(found, console)
     for path in filter(None, (options.markdown, options.png)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +115,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     how.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes a process per variant")
     how.add_argument("--no-overhead", action="store_true", help="skip the cost of a call besides its work")
     how.add_argument("--minutes", type=float, help="begin no case that would end later, by the slowest so far")
+    how.add_argument("--resume", action="store_true", help="go on with the run in --json: what it has stays")
     how.add_argument("--results", type=Path, help="measure nothing; show a run that --json wrote")
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, help="everything, for bench.baselines")

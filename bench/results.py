@@ -114,6 +114,19 @@ class Run:
     skipped: list[str] = field(default_factory=list)
     overhead: list[Overhead] = field(default_factory=list)
 
+    def take_over(self, earlier: Run) -> None:
+        """Go on with a run that was stopped: its figures are this one's.
+
+        Raises:
+            ValueError: it ran on another machine, or other rounds.
+        """
+        for name in ("platform", "machine", "rounds"):
+            ours, theirs = getattr(self, name), getattr(earlier, name)
+            if ours != theirs:
+                raise ValueError(f"cannot go on with a run whose {name} is {theirs!r}: here it is {ours!r}")
+        self.results += earlier.results
+        self.overhead += earlier.overhead
+
     def save(self, path: Path) -> None:
         """Write everything as JSON; makes the folder."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -52,27 +52,37 @@ class Plan:
     minutes: float | None = None
 
 
-def run(cases: Sequence[Case], plan: Plan, console: Console, keep: Path | None = None) -> Run:
+def run(
+    cases: Sequence[Case], plan: Plan, console: Console, keep: Path | None = None, earlier: Run | None = None
+) -> Run:
     """Measure all cases. A case that fails is noted with its reason, and the others go on.
 
-    After each family, what is known is written to ``keep``, so that hours are not lost with the last minute.
+    After each case, what is known is written to ``keep``, so that hours are not lost with the last minute. What
+    ``earlier`` has is not measured again.
+
+    Raises:
+        ValueError: ``earlier`` ran on another machine, or other rounds.
     """
     found = Run(plan.device, machine(plan.device).describe(), plan.rounds)
+    if earlier is not None:
+        found.take_over(earlier)
+    done = [result.case for result in found.results]
+    cases = [case for case in unique(cases) if case not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, tempfile.TemporaryDirectory() as folder:
-        total = progress.add_task("all cases", total=len(unique(cases)) + bool(plan.overhead))
+        total = progress.add_task("all cases", total=len(cases) + bool(plan.overhead))
         budget = _Budget(plan.minutes)
         told = _Told(progress, total)
-        if plan.overhead:
+        if plan.overhead and not found.overhead:
             told.begin("overhead", len(plan.overhead))
             found.overhead = _overhead(plan, told)
             told.end()
         families: dict[str, list[Case]] = {}
-        for case in unique(cases):
+        for case in cases:
             families.setdefault(case.family, []).append(case)
         for family in families.values():
             if budget.allows_another():
-                _run_family(family, plan, Path(folder), found, told, budget)
+                _run_family(family, plan, Path(folder), found, told, budget, keep)
             else:
                 found.skipped += [case.id for case in family]
             if keep:
@@ -129,7 +139,9 @@ class _Budget:
         self._longest = max(self._longest, time.monotonic() - self._case)
 
 
-def _run_family(cases: list[Case], plan: Plan, folder: Path, found: Run, told: _Told, budget: _Budget) -> None:
+def _run_family(
+    cases: list[Case], plan: Plan, folder: Path, found: Run, told: _Told, budget: _Budget, keep: Path | None
+) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, plan), daemon=False)
@@ -155,6 +167,8 @@ def _run_family(cases: list[Case], plan: Plan, folder: Path, found: Run, told: _
                 found.failed[case.id] = str(error)
             told.end()
             budget.ended()
+            if keep:
+                found.save(keep)
     finally:
         with suppress(OSError):
             ours.send(None)

@@ -33,6 +33,7 @@ def test_cases_are_listed_by_their_ids(capsys: pytest.CaptureFixture[str]) -> No
         (["--quick", "--steps", "4"], "leave out --steps"),
         (["--case", "flux"], "'flux' is no case id such as"),
         (["--case", "flux-64t-64p-4s", "--quick"], "leave out the other choices"),
+        (["--resume"], "name its file"),
         (["--rounds", "0"], "must be at least 1"),
         (["--device", "tpu"], "cpu, cuda, npu"),
     ],

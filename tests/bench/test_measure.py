@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stored_run import stored_run
 from torch import nn
 from twins import TinyDit, tiny_inputs
 
@@ -167,6 +169,22 @@ def test_a_family_that_fails_is_told_and_the_run_goes_on(minutes: float | None, 
         assert "no-such-family" in found.failed["no-such-family-256t-64p-20s"]
     else:
         assert found.skipped == ["no-such-family-256t-64p-20s"]
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    plan = runner.Plan(("eager",), rounds=3, memory=False, overhead=())
+    earlier = stored_run()
+    earlier.machine = runner.machine("cpu").describe()
+    cases = [result.case for result in earlier.results]
+    found = runner.run([*cases, Case("no-such-family")], plan, Console(), tmp_path / "run.json", earlier)
+    assert [result.case for result in found.results] == cases, "what was measured stays"
+    assert list(found.failed) == ["no-such-family-256t-64p-20s"], "what failed is tried again"
+    assert found.skipped == []
+    assert Run.load(tmp_path / "run.json") == found
+    with pytest.raises(ValueError, match="whose rounds is 3: here it is 5"):
+        runner.run(cases, dataclasses.replace(plan, rounds=5), Console(), earlier=earlier)
 
 
 @pytest.mark.cuda
