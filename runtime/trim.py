@@ -102,9 +102,10 @@ class Trim:
 
 def _columns(mask: torch.Tensor, leading: bool) -> tuple[int, int]:
     """The first column to keep and the one behind the last, of a mask ``[B, T]``."""
-    tokens = (mask != 0).cpu()
-    whole = tokens.shape[1]
-    if not tokens.any(dim=1).all():
+    host = mask.cpu()
+    tokens, whole = host != 0, host.shape[1]
+    # Numbers below 0 are added to scores, where 0 is what a token has.
+    if not tokens.any(dim=1).all() or (host < 0).any():
         return 0, whole
     kept = tokens.any(dim=0).nonzero()
     first, stop = (int(kept[0]) if leading else 0), int(kept[-1]) + 1

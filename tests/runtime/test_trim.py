@@ -71,6 +71,7 @@ LEFT_ALONE = {
     "all of them tokens": tokens("11111111", "1......1"),
     "a row of padding alone": tokens("11......", "........"),
     "another length than the text": tokens("11....", "1....."),
+    "numbers to add": torch.where(tokens("11......", "1111...."), 0.0, -1e4),
     "an empty mask": torch.zeros(2, 0),
 }
 
