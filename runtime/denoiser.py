@@ -182,6 +182,8 @@ class CompiledDenoiser(Compiled):
     def _look_for_hooks(self) -> None:
         """Guard on hooks only once there are any: checking at every call that every submodule has none takes long."""
         self._handles = RemovableHandle.next_id
+        if self.state.trim is not None:
+            self.state.trim.look_at(self.module)
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.module.modules())
         if hooked and self._options is _OPTIONS:
             self._options = _OPTIONS_WITH_HOOKS
@@ -208,15 +210,22 @@ class CompiledDenoiser(Compiled):
             return self.module._call_impl(*args, **kwargs)
         if RemovableHandle.next_id != self._handles:  # Somebody registered a hook somewhere.
             self._look_for_hooks()
+        trim = self.state.trim
+        given, finish = ((args, kwargs), None) if trim is None else trim(args, kwargs)
         captured = self.state.captured
-        finish = None
-        if self.state.trim is not None:
-            (args, kwargs), finish = self.state.trim(args, kwargs)
-        with self._options():
-            result = self._run(self.module._call_impl, *args, **kwargs)
-        if self.state.captured != captured:  # Another graph, maybe because a submodule is another.
-            self._weight_hooks.refresh()
+        result = self._run_compiled(*given[0], **given[1])
+        if self.state.captured == captured:
+            return result if finish is None else finish(result)
+        self._weight_hooks.refresh()  # Another graph, maybe because a submodule is another.
+        if trim is not None:
+            trim.look_at(self.module)
+            if finish is not None and trim.untrusted:
+                return self._run_compiled(*args, **kwargs)
         return result if finish is None else finish(result)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        with self._options():
+            return self._run(self.module._call_impl, *args, **kwargs)
 
     def _applies(self) -> bool:
         if not self._may_run():

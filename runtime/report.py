@@ -70,7 +70,7 @@ class DenoiserReport:
     """One denoiser. ``bytes_held`` is what is held now, private input copies included; ``bytes_released`` are those of
     weights that left memory for the loop (``release_weights``), ``bytes_read_back`` how many hoisted work has read from
     there since. ``tokens_run`` of ``tokens_given`` padded tokens a row, of all calls, were not cut off
-    (``numerics="fast"``)."""
+    (``numerics="fast"``); ``not_trimmed`` says why none are."""
 
     name: str
     module: str
@@ -88,6 +88,7 @@ class DenoiserReport:
     host_reads: int
     tokens_given: int
     tokens_run: int
+    not_trimmed: str | None
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ def _denoiser_report(wrapper: Compiled) -> DenoiserReport:
         host_reads=sum(g.host_reads for g in graphs),
         tokens_given=state.trim.tokens_given if state.trim else 0,
         tokens_run=state.trim.tokens_run if state.trim else 0,
+        not_trimmed=state.trim.untrusted if state.trim else None,
     )
 
 
@@ -237,6 +239,8 @@ def _print_denoiser(console: Console, denoiser: DenoiserReport) -> None:
         console.print(f"  fell back: {reason}", highlight=False)
     if denoiser.tokens_run < denoiser.tokens_given:
         console.print(f"  {denoiser.tokens_run} of {denoiser.tokens_given} padded tokens were run")
+    if denoiser.not_trimmed:
+        console.print(f"  padding is not cut off: {denoiser.not_trimmed}", highlight=False)
     released = f", {human(denoiser.bytes_released)} of weights released" if denoiser.bytes_released else ""
     released += f" ({human(denoiser.bytes_read_back)} read back)" if released else ""
     console.print(

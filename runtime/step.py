@@ -8,13 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.compiler import config as compiler_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ..models.families import argument_labels
 from ..passes import BindingTime
 from .backend import function_arguments
 from .denoiser import Compiled, DynamoOptions, compile_for
+from .env import log
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
 from .state import DenoiserState
 
@@ -33,6 +36,11 @@ class _NumbersAsIndices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Traced as part of a step it is understood. Where Dynamo gives a step up, it must not be compiled for itself: nothing
+# then guards which function it was called for, and one's graph would serve another.
+skip_code(_NumbersAsIndices.__torch_function__.__code__)
+
+
 class CompiledStep(Compiled):
     """A step function that does less work; called like it."""
 
@@ -40,6 +48,7 @@ class CompiledStep(Compiled):
         functools.update_wrapper(self, function)
         self._function = function
         self._arguments = arguments
+        self._needs_numbers = False
         super().__init__(state)
 
     @property
@@ -70,14 +79,31 @@ class CompiledStep(Compiled):
         # Dynamo takes an unknown number for one that is not negative.
         if not self._may_run() or any(value < 0 for value in numbers.values()):
             return self._function(*args, **kwargs)
+        ran = self.state.graph_calls
         try:
-            with _OPTIONS(), _unknown(",".join(numbers)):
+            with _OPTIONS(), _unknown("" if self._needs_numbers else ",".join(numbers)):
                 return self._run(self._function, *args, **kwargs)
+        except (GuardOnDataDependentSymNode, AssertionError, IndexError) as error:
+            if self._needs_numbers or not numbers or self.state.graph_calls > ran:
+                raise
+            return self._run_with_numbers(error, *args, **kwargs)
         except RuntimeError as error:
             # An index out of range, say, of which the function speaks in its own words.
             if "Runtime assertion failed" not in str(error):
                 raise
             return self._function(*args, **kwargs)
+
+    def _run_with_numbers(self, error: Exception, *args: Any, **kwargs: Any) -> Any:
+        """Where the function asks more than can be said of a number that is not known (which element of a list it
+        names, say), a graph for each number; an error of the function's own is raised again here."""
+        self._needs_numbers = True
+        try:
+            result = self(*args, **kwargs)
+        except Exception:
+            self._needs_numbers = False
+            raise
+        log.info("%s: a whole number of the schedule needs a graph for each value: %s", self.state.name, error)
+        return result
 
     def _numbers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         """Arguments that are whole numbers of the schedule, such as the step's index, as Dynamo names them."""

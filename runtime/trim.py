@@ -1,9 +1,9 @@
 """Padding that no row of a call needs is cut off before the denoiser sees it (``numerics="fast"``).
 
-Pipelines pad prompts to a fixed length. For denoisers that promise not to notice
-(:mod:`dithoist.models.padding`), columns that are padding in every row are dropped, so nothing is computed for them:
-not only no attention, as with packed tokens (:mod:`dithoist.passes.attention`), but no layer. Where the result has
-them, they come back as zeros.
+Pipelines pad prompts to a fixed length. For denoisers whose class promises not to notice
+(:mod:`dithoist.models.padding`), and that run no code but their class's, columns that are padding in every row are
+dropped, so nothing is computed for them: not only no attention, as with packed tokens
+(:mod:`dithoist.passes.attention`), but no layer. Where the result has them, they come back as zeros.
 
 How many columns are left is rounded up to eighths of the whole, so that most prompts need no other graph than the
 last. A call whose mask hides all tokens of a row is left as it is: some models then attend to the padding.
@@ -27,6 +27,7 @@ from ..models.padding import Padding
 from .identity import reads_wait
 
 PARTS = 8
+_KNOWN_CODE = frozenset({"diffusers", "peft", "torch", "transformers"})
 _REMEMBERED = 4
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -38,18 +39,27 @@ class Trim:
     Attributes:
         tokens_given: of all calls so far, columns of masks.
         tokens_run: how many of them were left.
+        untrusted: why calls are left as they are, if they are.
     """
 
     def __init__(self, paddings: Sequence[Padding], arguments: Sequence[str]) -> None:
         """``arguments`` are the names of the positional ones."""
         self._paddings = paddings
         self._position = {name: i for i, name in enumerate(arguments)}
+        self.untrusted: str | None = None
+        self._with_processor: list[torch.nn.Module] = []
+        self._seen_processors: list[type] = []
         self._known: dict[str, list[tuple[torch.Tensor, int, Hashable, Any]]] = {}
         self.tokens_given = self.tokens_run = 0
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Callable[[Any], Any]]:
-        """The arguments to call with, and what to do with the result."""
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Callable[[Any], Any] | None]:
+        """The arguments to call with, and what to do with the result; ``None`` where nothing was cut."""
+        if self._processors() != self._seen_processors:
+            self.look_at(self._module)
+        if self.untrusted is not None:
+            return (args, kwargs), None
         widened: list[tuple[int, int, int]] = []
+        cut_any = False
         for padding in self._paddings:
             mask = self._get(padding.mask, args, kwargs)
             if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.numel():
@@ -65,12 +75,23 @@ class Trim:
             self.tokens_run += stop - start
             if stop - start == whole:
                 continue
+            cut_any = True
             for name, value in given.items():
                 cut = self._remember(name, value, (start, stop), partial(_part, start=start, stop=stop))
                 args, kwargs = self._put(name, cut, args, kwargs)
             if padding.result:
                 widened.append((start, stop, whole))
-        return (args, kwargs), lambda result: _widen(result, widened)
+        return (args, kwargs), (lambda result: _widen(result, widened)) if cut_any else None
+
+    def look_at(self, module: torch.nn.Module) -> None:
+        """Whether ``module`` still runs the code that makes the promise: its class's, without hooks and the like."""
+        self._module = module
+        self._with_processor = [m for m in module.modules() if hasattr(m, "processor")]
+        self._seen_processors = self._processors()
+        self.untrusted = next(filter(None, map(_others_code, module.modules())), None)
+
+    def _processors(self) -> list[type]:
+        return [type(m.processor) for m in self._with_processor]
 
     def forget(self) -> None:
         """Let go of the arguments of earlier calls."""
@@ -98,6 +119,18 @@ class Trim:
         known.insert(0, (value, value._version, about, made))
         del known[_REMEMBERED:]
         return made
+
+
+def _others_code(module: torch.nn.Module) -> str | None:
+    kind = type(module)
+    if "forward" in vars(module):
+        return f"a {kind.__name__} has a forward of its own"
+    if module._forward_pre_hooks or module._forward_hooks:
+        return f"a {kind.__name__} has hooks"
+    for part in (kind, type(getattr(module, "processor", module))):
+        if part.__module__.split(".")[0] not in _KNOWN_CODE:
+            return f"{part.__name__} is not of diffusers"
+    return None
 
 
 def _columns(mask: torch.Tensor, leading: bool) -> tuple[int, int]:

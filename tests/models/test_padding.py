@@ -62,6 +62,7 @@ def test_padding_neither_influences_nor_carries_the_result(name: str) -> None:
     trim = Trim(paddings, [])
     (_, shorter), finish = trim((), call)
     assert trim.tokens_run < trim.tokens_given
+    assert finish is not None
     trimmed = seen([finish(value) for value in outputs(module, shorter)], call, paddings)
     for whole, changed, cut in zip(expected, other, trimmed, strict=True):
         assert torch.equal(whole, changed)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from random_graphs import bits_equal
-from torch import nn
+from torch import Tensor, nn
 
 from dithoist import DithoistWarning, compile_step, report, restore
+from dithoist.models.small import Sizes, build_denoiser, example_calls
 
 WIDTH, TOKENS, STEPS = 32, 6, 5
 
@@ -182,3 +185,69 @@ def test_inductor_compiles_a_step(name: str) -> None:
             torch.testing.assert_close(compiled(**call), step(**call), rtol=1e-4, atol=1e-4)
     (denoiser,) = report(compiled).denoisers
     assert denoiser.fallbacks == []
+
+
+def with_breaks_in_a_loop(x: Tensor, t: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x * t
+        print(end="")
+        x = x + t
+    return x
+
+
+def with_a_quotient_and_its_rest(x: Tensor, i: int) -> Tensor:
+    group, place = divmod(i, 3)
+    return x * group + place
+
+
+@pytest.mark.parametrize("step", [with_breaks_in_a_loop, with_a_quotient_and_its_rest])
+def test_a_step_that_dynamo_gives_up_runs_as_it_was(step: Any) -> None:
+    compiled = compile_step(step, backend="eager")
+    x = torch.randn(2, 3)
+    numbers = (2, 5, 7) if step is with_a_quotient_and_its_rest else torch.tensor([2.0, 5.0, 7.0])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DithoistWarning, message=".*Dynamo compiled nothing")
+        for number in numbers:
+            assert torch.equal(compiled(x, number), step(x, number))
+
+
+def test_a_loop_around_a_denoiser_that_breaks_has_the_bits_of_the_step() -> None:
+    module = build_denoiser("lumina-2")
+    calls = example_calls("lumina-2", module, Sizes(), steps=2)
+
+    def step(call: dict[str, Any], guidance: float) -> Tensor:
+        results = []
+        for scale in (1.0, 0.5):
+            print(end="")
+            results.append(module(**call)[0] * scale)
+        return results[1] + guidance * (results[0] - results[1])
+
+    compiled = compile_step(step, backend="eager")
+    with torch.no_grad():
+        for call in calls:
+            assert torch.equal(compiled(call, 3.0), step(call, 3.0))
+
+
+TABLE = [1.0, 0.7, 0.4]
+USES_OF_AN_INDEX = {
+    "an element of a list": lambda x, i: x * TABLE[i],
+    "an element of an array": lambda x, i: x * float(np.array(TABLE)[i]),
+    "odd or even": lambda x, i: x if i % 2 else x * 2,
+    "a part of a tensor": lambda x, i: x.unbind(0)[i] + 1,
+    "in a condition": lambda x, i: x * (i and 3),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_AN_INDEX)
+def test_an_index_may_be_used_as_any_number(use: str) -> None:
+    """Where it cannot be left unknown, each has a graph."""
+    function = USES_OF_AN_INDEX[use]
+    compiled = compile_step(function, backend="eager", strict=True)
+    with torch.no_grad():
+        for i in (0, 2, 1, 0, 2):
+            x = torch.randn(3, 2)
+            assert torch.equal(compiled(x, i), function(x, i))
+    (found,) = report(compiled).denoisers
+    assert found.fallbacks == []
+    with torch.no_grad(), pytest.raises(IndexError):
+        compile_step(USES_OF_AN_INDEX["a part of a tensor"], backend="eager")(torch.randn(3, 2), 3)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dithoist.models.padding import Padding
+from dithoist import compile_denoiser, report
+from dithoist.models.padding import PADDING, Padding
+from dithoist.models.small import Sizes, build_denoiser, example_calls, with_prompts
 from dithoist.runtime import trim
 from dithoist.runtime.trim import PARTS, Trim
 
@@ -41,7 +44,7 @@ def test_no_token_is_lost_and_little_padding_is_left_property(rows: list[list[bo
         columns = mask.any(dim=0).nonzero()
         needed = int(columns[-1]) + 1 - (int(columns[0]) if leading else 0)
         assert needed <= kwargs["mask"].shape[1] < needed + -(-40 // PARTS)
-    back = finish(kwargs["text"])
+    back = finish(kwargs["text"]) if finish else kwargs["text"]
     assert back.shape == text.shape
     assert torch.equal(back[mask], text[mask])
 
@@ -79,7 +82,8 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("case", LEFT_ALONE)
 def test_what_is_left_alone(case: str) -> None:
     text = torch.randn(2, 8, 3)
-    kwargs, _, _ = cut(TEXT, LEFT_ALONE[case], text=text)
+    kwargs, finish, _ = cut(TEXT, LEFT_ALONE[case], text=text)
+    assert finish is None
     assert kwargs["mask"] is LEFT_ALONE[case]
     assert kwargs["text"] is text
 
@@ -112,3 +116,49 @@ def test_on_an_accelerator_a_mask_is_read_once_and_parts_are_known_again(monkeyp
     for _ in range(2):
         trimmer((), dict(call))
     assert len(reads) == before + 2
+
+
+class NoMask(AttnProcessor2_0):  # type: ignore[misc]
+    """A kernel that takes no mask, as users write them."""
+
+    def __call__(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def unmasked_forward(module: Any) -> None:
+    forward = type(module).forward
+    module.forward = lambda **kwargs: forward(module, **kwargs | {"encoder_attention_mask": None})
+
+
+def scaling_hook(module: Any) -> None:
+    def scale(_: Any, args: Any, kwargs: Any) -> Any:
+        text = kwargs["encoder_hidden_states"]
+        return args, kwargs | {"encoder_hidden_states": text * torch.arange(8.0)[None, :, None]}
+
+    module.register_forward_pre_hook(scale, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda module: module.set_attn_processor(NoMask()), unmasked_forward, scaling_hook],
+    ids=["attention without masks", "a forward of its own", "a hook that knows the length"],
+)
+def test_a_denoiser_that_runs_other_code_than_its_class_is_not_trimmed(change: Any) -> None:
+    """Before the first call, and between calls: the promise was its class's."""
+    module, late, early = (build_denoiser("pixart") for _ in range(3))
+    (call,) = example_calls("pixart", module, Sizes(), steps=1)
+    call = with_prompts(call, PADDING["PixArtTransformer2DModel"], [2], 8)
+    change(early)
+    for compiled in (late, early):
+        compile_denoiser(compiled, backend="eager", numerics="fast", strict=True)
+    with torch.no_grad():
+        late(**call)
+        assert report(late).denoisers[0].tokens_run == 2
+        change(module)
+        change(late)
+        (expected,), (of_late,), (of_early,) = (m(**call) for m in (module, late, early))
+        (again,) = late(**call)
+    for found in (of_late, of_early, again):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert report(early).denoisers[0].not_trimmed
+    assert "padding is not cut off" in str(report(late))
