@@ -70,6 +70,7 @@ KNOWN = {
         "cuts the text at a length that the host reads", breaks=3, recompiles=2, dynamic=(8, 9)
     ),
     "joy-image-edit": Known("dynamic: `torch.linspace` of a picture's height makes it a constant", dynamic=(1, 2)),
+    "sana-wm": Known("dynamic: `torch.linspace` of a picture's width makes it a constant", dynamic=(1, 2)),
     "lumina": Known("dynamic: `math.sqrt` of the number of tokens makes it a constant", dynamic=(1, 2)),
     "lumina-2": Known("reads the lengths of texts on the host", breaks=3, dynamic=(6, 7)),
     "omnigen": Known("asks on the host if positions are beyond those it was trained on", breaks=3),
