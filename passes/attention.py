@@ -117,7 +117,7 @@ def planned_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` of ``[B, H, Q, D]``, ``[B, H, K, D]`` and ``[B, H, K, Dv]`` by ``plan``."""
     parts = Plan(*plan)
-    kind = int(parts.host[0])
+    kind = parts.host.tolist()[0]  # The host's own; `item` would count as a read from a device.
     if kind == KEEP_MASK or _capturing(query):
         result = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     elif kind == NO_MASK:
@@ -153,7 +153,7 @@ def _per_sequence(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: 
     batch, heads, queries, _ = query.shape
     result = query.new_zeros(batch, queries, heads, value.shape[-1])
     query_at = key_at = 0
-    for row, n_queries, n_keys, first_query, first_key in plan.table[: int(plan.host[1])].tolist():
+    for row, n_queries, n_keys, first_query, first_key in plan.table[: plan.host.tolist()[1]].tolist():
         of_query = _within(row * queries, first_query, plan.queries[query_at : query_at + n_queries])
         of_key = _within(row * key.shape[2], first_key, plan.keys[key_at : key_at + n_keys])
         q, k, v = query[row, :, of_query], key[row, :, of_key], value[row, :, of_key]
@@ -177,7 +177,7 @@ def _in_one_call(attend: _Packed) -> _Packed:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float | None) -> Tensor:
         batch, heads, queries, width = query.shape
-        n_queries, n_keys = (int(n) for n in plan.host[2:4])
+        n_queries, n_keys = plan.host.tolist()[2:4]
         q = query.transpose(1, 2).reshape(-1, heads, width)
         k, v = (x.transpose(1, 2).reshape(-1, *x.shape[1::2])[plan.keys[:n_keys]] for x in (key, value))
         positions = plan.queries[:n_queries]

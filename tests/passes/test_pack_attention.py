@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dithoist.passes import BindingTime, attention, binding_times, eliminate_common_subexpressions, pack_attention
 from dithoist.passes.attention import KEEP_MASK, NO_MASK, PACKED, Plan, kernel, plan_attention, planned_attention
@@ -232,3 +233,17 @@ def test_kernels_are_chosen_by_what_applies() -> None:
     assert kernel(torch.device("cuda"), torch.float32, 64, 64) == "per sequence"
     assert kernel(torch.device("cuda"), torch.bfloat16, 64, 32) == "per sequence"
     assert Plan._fields == ("host", "table", "cu_seqlens", "queries", "keys")
+
+
+def test_a_planned_attention_reads_nothing_from_the_device() -> None:
+    """What the host must know of a plan lies with the host."""
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    for mask in (PADDED, torch.ones_like(PADDED), torch.ones(4, 4).tril().bool()):
+        plan = plan_attention(mask if mask.shape == (4, 4) else mask[:, None, None], (2, 3, 4, 4))
+        with Reads():
+            planned_attention(X, X, X, mask if mask.shape == (4, 4) else mask[:, None, None], plan, None, True)
