@@ -65,19 +65,20 @@ class ReleasedWeights:
     def __init__(self) -> None:
         self.bytes_read_back = 0
         self._places: dict[int, _Place] = {}
-        self._gate = threading.Lock()
-        self._calls = 0
+        # Ctrl-C may come where a lock is taken but not given back, or a call begun but not ended. Its own thread then
+        # goes on as if it were.
+        self._gate = threading.RLock()
+        self._calling: set[int] = set()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Around each call that may read the weights."""
         with self._gate:
-            self._calls += 1
+            self._calling.add(threading.get_ident())
         try:
             yield
         finally:
-            with self._gate:
-                self._calls -= 1
+            self._calling.discard(threading.get_ident())
 
     def bytes(self, weights: Iterable[torch.Tensor]) -> int:
         """Bytes of those of ``weights`` that are released."""
@@ -94,7 +95,7 @@ class ReleasedWeights:
             OSError: there is no room; what had been moved until then lies where it was moved.
         """
         with self._gate:  # No call begins meanwhile; the one that asks is one.
-            if self._calls > 1:
+            if self._calling - {threading.get_ident()}:
                 return False
             self._release(weights)
         return True
