@@ -5,8 +5,8 @@
 Each case is one small denoiser with the proportions of a checkpoint, in eager mode, and a prompt that fills part of
 what is padded. The variants take turns: *untouched*, as diffusers runs it; *exact*, compiled, masks as they are;
 *packed*, numerics="fast" without trimming; *trimmed*, numerics="fast". Times are medians of a step, after a first
-generation that captured. Errors are the largest against the same denoiser in float64, where callers may read, over
-the largest of the untouched.
+generation that captured. Errors are the largest of a step against the same denoiser in float64, where callers may
+read, over that of the untouched.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(family: str, prompt: int, length: int, rounds: int) -> dict[str, Any
     exact = copy.deepcopy(module).double()
     expected = _readable(exact(**_double(calls[0])), calls[0], paddings)
     del exact
-    errors = {name: _error(found[0], expected) for name, found in results.items()}
+    errors = {name: _error(first, expected) for name, (first, *_) in results.items()}
     times: dict[str, list[float]] = {name: [] for name in twins}
     for _ in range(rounds):
         for name, twin in twins.items():
