@@ -35,6 +35,9 @@ DYNAMO_CONFIG = {
     # Two prompt lengths, a few sizes, and LoRA loaded, fused, disabled: eight are soon used up.
     "recompile_limit": 32,
 }
+if hasattr(dynamo_config, "invalidate_compile_context_weakrefs"):
+    # Quantised weights move by ``swap_tensors``, which refuses what a weak reference points to.
+    DYNAMO_CONFIG["invalidate_compile_context_weakrefs"] = True
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 

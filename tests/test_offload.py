@@ -338,6 +338,8 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return Packed(*(func(part) for part in (args[0].integers, args[0].scale)))
+        if func is torch.ops.aten._to_copy.default:
+            return Packed(args[0].integers, func(args[0].scale, **kwargs))
         args = [a.integers * a.scale if isinstance(a, Packed) else a for a in args]
         return func(*args, **(kwargs or {}))
 
@@ -382,25 +384,42 @@ def test_weights_of_a_tensor_subclass_are_hoisted_edited_and_released_like_other
     assert bits_equal(twins.compiled.modulation.weight.integers, twins.untouched.modulation.weight.integers)
 
 
+def inputs_of(dtype: torch.dtype, seed: int, step: float) -> dict[str, torch.Tensor]:
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in wide_inputs(seed, step).items()}
+
+
+def test_weights_of_a_tensor_subclass_move_after_the_first_call() -> None:
+    """By ``swap_tensors``, which refuses a tensor that tracing has left a weak reference to."""
+    module = WideDit().eval()
+    pack(module)
+    twins = Twins(module)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        twins.both(lambda m, dtype=dtype: m.to(dtype))
+        assert twins.compiled.modulation.weight.scale.dtype == dtype
+        for step in (3.0, 2.0, 1.0):
+            twins.check(**inputs_of(dtype, 0, step))
+    assert twins.report.fallbacks == []
+
+
 @pytest.mark.parametrize("first", ["compiled first", "quantised first"])
 @pytest.mark.parametrize(
-    ("config", "dtype"),
+    ("config", "dtype", "options"),
     [
-        ("Int8WeightOnlyConfig", torch.float32),
-        ("Int8DynamicActivationInt8WeightConfig", torch.float32),
-        ("Float8WeightOnlyConfig", torch.bfloat16),
-        ("IntxWeightOnlyConfig", torch.bfloat16),
+        ("Int8WeightOnlyConfig", torch.float32, {}),
+        ("Int8DynamicActivationInt8WeightConfig", torch.float32, {}),
+        ("Float8WeightOnlyConfig", torch.bfloat16, {}),
+        ("IntxWeightOnlyConfig", torch.bfloat16, {}),
+        ("IntxWeightOnlyConfig", torch.bfloat16, {"weight_dtype": torch.int4}),
     ],
 )
-def test_weights_quantised_by_torchao(config: str, dtype: torch.dtype, first: str) -> None:
+def test_weights_quantised_by_torchao(config: str, dtype: torch.dtype, options: dict[str, Any], first: str) -> None:
     quantisation = pytest.importorskip("torchao.quantization")
 
     def quantise(module: nn.Module) -> None:
-        quantisation.quantize_(module, getattr(quantisation, config)())
+        quantisation.quantize_(module, getattr(quantisation, config)(**options))
 
     def check(seed: int, step: float) -> torch.Tensor:
-        inputs = wide_inputs(seed, step)
-        return twins.check(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})  # type: ignore[no-any-return]
+        return twins.check(**inputs_of(dtype, seed, step))  # type: ignore[no-any-return]
 
     module = WideDit().eval().to(dtype)
     if first == "quantised first":
@@ -415,4 +434,6 @@ def test_weights_quantised_by_torchao(config: str, dtype: torch.dtype, first: st
         for step in (3.0, 2.0, 1.0):
             check(seed, step)
     assert twins.runs("request") == before + 2
+    twins.both(lambda m: m._apply(torch.clone))  # As ``.to(device)`` does it, by ``swap_tensors``.
+    check(2, 3.0)
     assert twins.report.fallbacks == []
