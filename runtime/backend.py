@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -31,6 +32,10 @@ from .state import DOCTOR, DenoiserState
 _ARGUMENT = re.compile(r"L\['(?P<local>\w+)'\](?:\[(?:'(?P<key>\w+)'|(?P<index>\d+))\])?")
 # A hook around the whole module, where Dynamo breaks the graph, hands its arguments on as a pair ``(args, kwargs)``.
 _HANDED_ON = re.compile(r"^L\['___stack\d+'\]\[1\]\['(?P<key>\w+)'\]")
+OUT_OF_MEMORY = (
+    "memory ran out, so what was held between calls was freed and half of it at most will be again; the result is "
+    "right; max_cached_bytes=... is a bound of your own"
+)
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Any]
 CapturedInput = tuple[str, BindingTime]
 """Name for people and label of one of Dynamo's inputs."""
@@ -196,6 +201,7 @@ def _pin_written_weights(aot: fx.GraphModule, inputs: list[GraphInput]) -> None:
 class _Guarded:
     """Runs a staged graph; without one, or once our run time has failed, the graph as it was captured.
 
+    Where memory ran out the next call is staged again, with less held.
     The graph is functional and AOTAutograd writes inputs back only afterwards, so running it again is safe.
     """
 
@@ -208,21 +214,36 @@ class _Guarded:
 
     def __call__(self, args: list[Any]) -> Any:
         self._state.graph_calls += 1
-        if self._staged is not None:
-            random_state = torch.get_rng_state() if self._staged.draws else None
-            try:
-                return self._staged(args)
-            except ScheduleMismatch:  # Of earlier steps: running this one as it was would not mend them.
-                raise
-            except Exception as error:
-                if random_state is not None:
-                    torch.set_rng_state(random_state)
-                # What the model itself raises is raised again here, and the staged graph stays.
-                result = self._aot.forward(*args)
-                self._staged = None
-                self._state.fall_back(f"a staged graph failed: {type(error).__name__}: {error}; {DOCTOR}", error)
-                return result
-        return self._aot.forward(*args)
+        if self._staged is None:
+            return self._aot.forward(*args)
+        random_state = torch.get_rng_state() if self._staged.draws else None
+        try:
+            return self._staged(args)
+        except ScheduleMismatch:  # Of earlier steps: running this one as it was would not mend them.
+            raise
+        except Exception as error:
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+            return self._as_captured(args, error)
+
+    def _as_captured(self, args: list[Any], error: Exception) -> Any:
+        out_of_memory = _is_out_of_memory(error)
+        if out_of_memory:
+            traceback.clear_frames(error.__traceback__)  # What they were making goes with them.
+            self._state.held.shrink()
+        # What the model itself raises is raised again here, and the staged graph stays.
+        result = self._aot.forward(*args)
+        if out_of_memory:
+            self._state.warn(OUT_OF_MEMORY, error=error)
+        else:
+            self._staged = None
+            self._state.fall_back(f"a staged graph failed: {type(error).__name__}: {error}; {DOCTOR}", error)
+        return result
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _dumper(state: DenoiserState) -> Callable[[str, fx.GraphModule], None] | None:

@@ -34,7 +34,6 @@ class HeldValues:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.bytes = 0
         self.hits = 0
         self.misses = 0
         self.evictions = 0
@@ -43,6 +42,12 @@ class HeldValues:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory that the entries keep alive; counted each time, so that no interruption falsifies it."""
+        with self._lock:
+            return sum(size for _, size in self._entries.values())
 
     def get(self, key: Hashable) -> Values | None:
         """The entry's values, now the most recently used, or ``None``."""
@@ -68,27 +73,30 @@ class HeldValues:
             if size > self.max_bytes:
                 self.evictions += 1
                 return
-            self._discard(key)
+            self._entries.pop(key, None)
             self._entries[key] = (values, size)
-            self.bytes += size
-            while self.bytes > self.max_bytes or len(self._entries) > MAX_ENTRIES:
-                self._discard(next(iter(self._entries)))
+            total = self.bytes
+            while total > self.max_bytes or len(self._entries) > MAX_ENTRIES:
+                _, (_, freed) = self._entries.popitem(last=False)
+                total -= freed
                 self.evictions += 1
 
     def drop(self, owner: Hashable) -> None:
         """Forget every entry whose key's first part is ``owner``."""
         with self._lock:
             for key in [k for k in self._entries if isinstance(k, tuple) and k[0] == owner]:
-                self._discard(key)
+                self._entries.pop(key, None)
 
     def clear(self) -> int:
         """Forget everything; returns how many bytes that was."""
         with self._lock:
-            freed, self.bytes = self.bytes, 0
+            freed = self.bytes
             self._entries.clear()
             return freed
 
-    def _discard(self, key: Hashable) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.bytes -= entry[1]
+    def shrink(self) -> None:
+        """Memory ran out: forget everything, and from now on keep half of that at most."""
+        with self._lock:
+            freed = self.clear()
+            if freed:
+                self.max_bytes = min(self.max_bytes, freed) // 2

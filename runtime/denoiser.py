@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,6 +40,9 @@ if hasattr(dynamo_config, "invalidate_compile_context_weakrefs"):
     # Quantised weights move by ``swap_tensors``, which refuses what a weak reference points to.
     DYNAMO_CONFIG["invalidate_compile_context_weakrefs"] = True
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+if _ISOLATES:
+    # All modules of a process share ``_call_impl``; what others compiled in days must not use up ours.
+    DYNAMO_CONFIG["accumulated_recompile_limit"] = sys.maxsize
 
 
 class DynamoOptions:

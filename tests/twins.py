@@ -43,7 +43,7 @@ class Twins:
         torch.manual_seed(0)
         self.untouched = module.eval()
         self.compiled = copy.deepcopy(module)
-        compile_denoiser(self.compiled, backend="eager", strict=True, **options)
+        compile_denoiser(self.compiled, backend="eager", **({"strict": True} | options))
 
     def check(self, *args: Any, **kwargs: Any) -> Any:
         """Call both with equal arguments and equal random state; the results must have the same bits, and so must

@@ -150,6 +150,13 @@ def test_a_call_that_dynamo_does_not_compile_is_reported() -> None:
         run()
 
 
+def test_captures_of_other_modules_do_not_count_against_ours() -> None:
+    """All modules share the function that is captured, and Dynamo bounds how often one is."""
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        for _ in range(4):
+            Twins(TinyDit()).check(**tiny_inputs())  # Strict, so falling back would raise.
+
+
 def test_strict_raises_instead() -> None:
     module = TinyDit().eval()
     compile_denoiser(module, backend=broken_backend, strict=True)

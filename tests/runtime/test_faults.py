@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_without_memory_for_a_row_the_picture_still_comes(
     def scarce(run: Any) -> Any:
         def wrapped(*args: Any) -> Any:
             if next(count) == at:
-                raise MemoryError("a row")
+                raise MemoryError
             return run(*args)
 
         return wrapped
@@ -71,12 +72,57 @@ def test_without_memory_for_a_row_the_picture_still_comes(
     monkeypatch.setattr(rows.HoistedStage, "rows", scarce(rows.HoistedStage.rows))
     untouched = build_pipeline("qwen-image")
     pipe = compile_pipeline(build_pipeline("qwen-image"), backend="eager", release_weights=release_weights)
-    with pytest.warns(DithoistWarning, match="MemoryError: a row; the result is right, only slower"):
-        pipe(**example_call("qwen-image"))
+    with pytest.warns(DithoistWarning, match="memory ran out, so what was held .* was freed"):
+        first = pipe(**example_call("qwen-image")).images
+    assert torch.equal(first, untouched(**example_call("qwen-image")).images)
     for prompt in ("a cat", "a dog"):
         call = [example_call("qwen-image", prompt=prompt) for _ in range(2)]
         assert torch.equal(pipe(**call[0]).images, untouched(**call[1]).images)
     assert same_bytes(pipe.transformer, untouched.transformer)
+    assert next(count) > 2 * at  # Hoisting goes on.
+
+
+OUT_OF_MEMORY = {
+    "Python": MemoryError("a row"),
+    "the CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    "a device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+}
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_when_memory_runs_out_less_is_held(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(WideDit(), strict=False)
+    twins.check(**wide_inputs(0, 3.0))
+    held = twins.compiled._compiled_call_impl.state.held
+    kept, runs = held.bytes, twins.runs("schedule")
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.HoistedStage, "__call__", mock.Mock(side_effect=OUT_OF_MEMORY[error]))
+        with pytest.warns(DithoistWarning, match="memory ran out"):
+            twins.check(**wide_inputs(0, 2.0))
+    for step in (3.0, 2.0, 1.0):
+        twins.check(**wide_inputs(0, step))
+        assert 0 < held.bytes <= held.max_bytes == kept // 2
+    assert twins.runs("schedule") == runs + 3
+
+
+def test_memory_that_never_suffices_for_hoisted_work_costs_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    scarce = mock.Mock(side_effect=MemoryError)
+    twins = Twins(WideDit(), strict=False)
+    monkeypatch.setattr(rows.HoistedStage, "__call__", scarce)
+    with pytest.warns(DithoistWarning, match="memory ran out"):
+        twins.check(**wide_inputs(0, 3.0))
+    for step in (2.0, 1.0):  # A second warning would fail this test.
+        twins.check(**wide_inputs(0, step))
+
+
+def test_memory_that_the_model_itself_lacks_is_the_callers_to_know() -> None:
+    class Greedy(TinyDit):
+        def forward(self, **inputs: Any) -> torch.Tensor:
+            return super().forward(**inputs) + inputs["hidden_states"].new_zeros(2**50).sum()
+
+    module = compile_denoiser(Greedy().eval(), backend="eager", strict=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="can't allocate memory"):
+        module(**tiny_inputs())
 
 
 POINTS: dict[str, tuple[Any, str]] = {
