@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,10 +39,8 @@ DYNAMO_CONFIG = {
 if hasattr(dynamo_config, "invalidate_compile_context_weakrefs"):
     # Quantised weights move by ``swap_tensors``, which refuses what a weak reference points to.
     DYNAMO_CONFIG["invalidate_compile_context_weakrefs"] = True
-_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-if _ISOLATES:
-    # All modules of a process share ``_call_impl``; what others compiled in days must not use up ours.
-    DYNAMO_CONFIG["accumulated_recompile_limit"] = sys.maxsize
+
+_code_numbers = itertools.count(1)
 
 
 class DynamoOptions:
@@ -68,12 +66,16 @@ _OPTIONS_WITH_HOOKS = DynamoOptions(guard_hooks=True)
 
 
 def compile_for(state: DenoiserState, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` of ``function`` for our back end."""
-    options: dict[str, Any] = {"backend": make_backend(state), "dynamic": state.settings.dynamic}
-    if _ISOLATES:
-        # Two denoisers of one class share code; their recompiles must not count against each other.
-        options["isolate_recompiles"] = True
-    return torch.compile(function, **options)
+    """``torch.compile`` of a copy of ``function`` for our back end.
+
+    Dynamo files what it compiled, how often, and what it gave up, by code object, and the sizes it has seen by name
+    and line. So each capture has code of its own: nothing of others counts against it, and all goes when it goes.
+    (``isolate_recompiles`` is for that too, but in PyTorch 2.13 it forgets which of two threads it is in.)
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_code_numbers)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    return torch.compile(own, backend=make_backend(state), dynamic=state.settings.dynamic)
 
 
 class Compiled:
@@ -115,7 +117,7 @@ class Compiled:
                     if self.state.graph_calls > ran:
                         raise
             result = self._compiled(*args, **kwargs)
-            self._may_be_whole = not ran and _ISOLATES and self.state.graph_breaks > 0
+            self._may_be_whole = not ran and self.state.graph_breaks > 0
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
                 self._broken = True
@@ -168,11 +170,11 @@ class CompiledDenoiser(Compiled):
         super().__init__(state)
         self.previous: Callable[..., Any] | None = None
         self._had_previous = False
-        # Dynamo keeps compiled code, and with it our state, for as long as the class lives.
+        # Where a graph broke, Dynamo keeps compiled code, and with it our state, for as long as the class lives.
         weakref.finalize(module, state.close)
         self._handles = -1
         self._weight_hooks = WeightHooks(module)
-        self._options = _OPTIONS if _ISOLATES else _OPTIONS_WITH_HOOKS
+        self._options = _OPTIONS
 
     @property
     def title(self) -> str:
@@ -184,7 +186,7 @@ class CompiledDenoiser(Compiled):
         return [t for w in (*self.module.parameters(), *self.module.buffers()) for t in _plain_tensors(w)]
 
     def _compile(self) -> Callable[..., Any]:
-        return compile_for(self.state, self.module._call_impl)
+        return compile_for(self.state, _caller(self.module))
 
     def _look_for_hooks(self) -> None:
         """Guard on hooks only once there are any: checking at every call that every submodule has none takes long."""
@@ -248,6 +250,15 @@ class CompiledDenoiser(Compiled):
             self.state.fall_back(reason)
             return False
         return True
+
+
+def _caller(self: torch.nn.Module) -> Callable[..., Any]:
+    """A function that calls the module, which Dynamo then knows by the name it has in its own methods."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)
+
+    return call
 
 
 def _plain_tensors(weight: torch.Tensor) -> list[torch.Tensor]:

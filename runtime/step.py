@@ -63,7 +63,7 @@ class CompiledStep(Compiled):
             with _NumbersAsIndices():
                 return function(*args, **kwargs)
 
-        return compile_for(self.state, functools.wraps(function)(step))
+        return compile_for(self.state, step)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are of the function that was compiled, as those of a compiled module are of the module."""

@@ -48,6 +48,8 @@ def flash_attn_varlen_func(
 def test_the_chosen_back_end_runs_with_the_bits_it_has_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_dispatch, "flash_attn_varlen_func", flash_attn_varlen_func)
     monkeypatch.setattr(attention_dispatch, "_CAN_USE_FLASH_ATTN", True)
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)  # Which setting one sets for all.
     twins = Twins(build_denoiser("qwen-image"))
     for module in (twins.untouched, twins.compiled):
         module.set_attention_backend("flash_varlen")
