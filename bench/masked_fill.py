@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
-import dithoist  # noqa: F401  Registers dithoist::index_fill_.
+from dithoist.bench.sheet import Sheet  # And the package, which registers dithoist::index_fill_.
 
 SHAPES = ((2, 1024, 2560), (2, 4096, 4096))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -124,19 +122,13 @@ def main() -> None:
         })  # fmt: skip
 
     machine = f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    title = f"Speed-up over out-of-place masked_fill ({machine})"
     header = ["shape", "dtype", "rows", "masked_fill", *list(rows[0]["ms"])[1:], "against the best other"]
-    cells = [_cells(row) for row in rows]
-    table = Table(title=title)
-    for column in header:
-        table.add_column(escape(column), justify="right")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
+    sheet = Sheet(f"Speed-up over out-of-place masked_fill ({machine})", header, [_cells(row) for row in rows])
+    sheet.print(console)
     console.print(_verdict(rows))
     if options.markdown:
-        lines = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
-        options.markdown.write_text(f"# {title}\n\n{_PREFACE}\n{_verdict(rows)}\n\n" + "\n".join(lines) + "\n")
+        parts = [f"# {sheet.title}", "", _PREFACE, _verdict(rows), "", *sheet.markdown()]
+        options.markdown.write_text("\n".join(parts) + "\n")
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from dithoist.runtime.report import human
 
 from .ratios import spread
 from .results import CaseResult, Run, VariantResult
+from .sheet import Sheet
 from .targets import losses, verdicts
 from .variants import OURS, PLAIN
 
@@ -25,15 +22,6 @@ compares times of the same case in the same process, variants in turns: medians 
 *picture* has a new prompt, so what is done once a request is part of it, and {steps} steps, as the id of the case says.
 *error* is against eager, over its largest value; 0 is the same bits. Modules are of the real classes, small, with
 random weights: what a step can skip is a larger part of it than in a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table before it is drawn."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 def sheets(run: Run) -> list[Sheet]:
@@ -140,12 +128,7 @@ def show(run: Run, console: Console) -> None:
     """Print everything."""
     console.print(f"on {run.platform}: {run.machine}; medians of {run.rounds} rounds", highlight=False)
     for sheet in sheets(run):
-        table = Table(title=sheet.title, title_justify="left")
-        for column in sheet.header:
-            table.add_column(escape(column), justify="left" if column in ("case", "variant") else "right")
-        for before, row in itertools.pairwise([("",), *sheet.rows]):
-            table.add_row("" if row[0] == before[0] else row[0], *map(escape, row[1:]))
-        console.print(table)
+        sheet.print(console)
     for title, lines in lists(run):
         console.print(f"[bold]{title}[/]")
         for line in lines:
@@ -160,10 +143,5 @@ def markdown(run: Run) -> str:
     for title, lines in lists(run):
         parts += ["", f"## {title}", "", *(f"- {line}" for line in lines)]
     for sheet in sheets(run):
-        parts += ["", f"## {sheet.title}", "", _line(sheet.header), _line(("---",) * len(sheet.header))]
-        parts += [_line(row) for row in sheet.rows]
+        parts += ["", f"## {sheet.title}", "", *sheet.markdown()]
     return "\n".join(parts) + "\n"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dithoist import compile_denoiser, report
+from dithoist.bench.sheet import Sheet
 from dithoist.models.padding import PADDING
-from dithoist.models.small import DENOISERS, Sizes, build_denoiser, example_calls, with_prompts
+from dithoist.models.small import DENOISERS, Sizes, as_dtype, build_denoiser, example_calls, readable, with_prompts
 from dithoist.runtime.denoiser import compiled_denoiser
 
 TOKENS = 256
@@ -49,9 +48,6 @@ def _without_trimming(module: nn.Module) -> None:
     assert wrapper is not None
     wrapper.state.trim = None
 
-
-_ABOUT = """*tokens run* is the share of padded tokens that trimming leaves. Speed-ups are over *untouched*: medians of
-a step, variants in turn. Errors are the largest of a step against float64, over that of the untouched denoiser."""
 
 VARIANTS: dict[str, Callable[[nn.Module], object]] = {
     "untouched": lambda module: None,
@@ -73,9 +69,9 @@ def measure(family: str, prompt: int, length: int, rounds: int) -> dict[str, Any
     twins = {name: copy.deepcopy(module, dict(shared)) for name in VARIANTS}
     for name, twin in twins.items():
         VARIANTS[name](twin)
-    results = {name: [_readable(twin(**call), call, paddings) for call in calls] for name, twin in twins.items()}
+    results = {name: [readable(twin(**call), call, paddings) for call in calls] for name, twin in twins.items()}
     exact = copy.deepcopy(module).double()
-    expected = _readable(exact(**_double(calls[0])), calls[0], paddings)
+    expected = readable(exact(**as_dtype(calls[0], torch.float64)), calls[0], paddings)
     del exact
     errors = {name: _error(first, expected) for name, (first, *_) in results.items()}
     times: dict[str, list[float]] = {name: [] for name in twins}
@@ -94,18 +90,6 @@ def measure(family: str, prompt: int, length: int, rounds: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def _double(call: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
-
-
-def _readable(result: Any, call: dict[str, Any], paddings: Any) -> list[Tensor]:
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    for padding in paddings:
-        if padding.result:
-            found = [value * (call[padding.mask] != 0).unsqueeze(-1) for value in found]
-    return found
-
-
 def _error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a.double() - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
@@ -117,6 +101,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return cells + [f"{error[name] / error['untouched']:.2f}" for name in ("packed", "trimmed")]
 
 
+_PREFACE = """Written by `python -m bench.varlen --markdown docs/padding.md`.
+*tokens run* is the share of padded tokens that trimming leaves. Speed-ups are over *untouched*: medians of a step,
+variants in turn. Errors are the largest of a step against float64, over that of the untouched denoiser."""
 HEADER = [
     "denoiser", "prompt", "tokens run", "untouched", "exact", "packed", "trimmed", "error packed", "error trimmed"
 ]  # fmt: skip
@@ -140,17 +127,11 @@ def main() -> None:
             for case in track(cases, "measuring", console=console, transient=True)
         ]
     machine = f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}, {TOKENS} picture tokens"
-    title = f"Speed-up over the untouched denoiser ({machine})"
-    table = Table(title=title)
-    for column in HEADER:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print(table)
+    sheet = Sheet(f"Speed-up over the untouched denoiser ({machine})", HEADER, [_cells(row) for row in rows])
+    sheet.print(console)
     if options.markdown:
-        lines = [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *map(_cells, rows))]
-        preface = "Written by `python -m bench.varlen --markdown docs/padding.md`."
-        options.markdown.write_text(f"# {title}\n\n{preface}\n{_ABOUT}\n\n" + "\n".join(lines) + "\n")
+        parts = [f"# {sheet.title}", "", _PREFACE, "", *sheet.markdown()]
+        options.markdown.write_text("\n".join(parts) + "\n")
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
 

@@ -2,7 +2,7 @@
 
 from .denoisers import DENOISERS, NOT_DENOISERS, Denoiser, Sizes, build_denoiser, example_calls, prepare_capture
 from .embedded import EMBEDDED
-from .padded import with_prompts
+from .padded import as_dtype, readable, with_prompts
 from .pipelines import DEFAULT_PROMPT, FAMILIES, Size, build_pipeline, example_call
 
 __all__ = [
@@ -14,10 +14,12 @@ __all__ = [
     "Denoiser",
     "Size",
     "Sizes",
+    "as_dtype",
     "build_denoiser",
     "build_pipeline",
     "example_call",
     "example_calls",
     "prepare_capture",
+    "readable",
     "with_prompts",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..padding import Padding
 
@@ -32,3 +34,17 @@ def with_prompts(
         if "segment_ids" in padding.tokens:  # Padding is a segment of its own.
             padded["segment_ids"] = torch.where(mask == 0, -1, call["segment_ids"])
     return padded
+
+
+def as_dtype(call: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The call, its floats of ``dtype``."""
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+
+
+def readable(result: Any, call: Mapping[str, Any], paddings: Sequence[Padding]) -> list[Tensor]:
+    """Tensors of the result of ``call``, with zeros in rows that are padding, which callers drop."""
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    for padding in paddings:
+        if padding.result:
+            found = [value * (call[padding.mask] != 0).unsqueeze(-1) for value in found]
+    return found

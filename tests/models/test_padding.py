@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dithoist import compile_denoiser, report
 from dithoist.models.padding import PADDING, Padding
-from dithoist.models.small import DENOISERS, Sizes, build_denoiser, example_calls, with_prompts
+from dithoist.models.small import DENOISERS, Sizes, as_dtype, build_denoiser, example_calls, readable, with_prompts
 from dithoist.runtime.trim import Trim
 
 DECLARED = [name for name, entry in DENOISERS.items() if entry.class_name in PADDING]
@@ -20,15 +19,6 @@ SIZES = Sizes(batch=2, prompt=16)
 
 def test_every_class_is_tested() -> None:
     assert {DENOISERS[name].class_name for name in DECLARED} == set(PADDING)
-
-
-def outputs(module: Any, call: dict[str, Any]) -> list[Tensor]:
-    with torch.no_grad():
-        return [leaf for leaf in tree_leaves(module(**call)) if isinstance(leaf, Tensor)]
-
-
-def as_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
 
 
 def with_garbage(call: dict[str, Any], paddings: tuple[Padding, ...]) -> dict[str, Any]:
@@ -43,12 +33,10 @@ def with_garbage(call: dict[str, Any], paddings: tuple[Padding, ...]) -> dict[st
     return call
 
 
-def seen(result: list[Tensor], call: dict[str, Any], paddings: tuple[Padding, ...]) -> list[Tensor]:
-    """What callers may read."""
-    for padding in paddings:
-        if padding.result:
-            result = [value * (call[padding.mask] != 0).unsqueeze(-1) for value in result]
-    return result
+def seen(module: Any, call: dict[str, Any], paddings: tuple[Padding, ...]) -> list[Tensor]:
+    """What callers may read of what the module gives."""
+    with torch.no_grad():
+        return readable(module(**call), call, paddings)
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -57,13 +45,14 @@ def test_padding_neither_influences_nor_carries_the_result(name: str) -> None:
     paddings = PADDING[DENOISERS[name].class_name]
     (call,) = example_calls(name, module, SIZES, steps=1)
     call = with_prompts(as_dtype(call, torch.float64), paddings, (3, 5), SIZES.prompt)
-    expected = seen(outputs(module, call), call, paddings)
-    other = seen(outputs(module, with_garbage(call, paddings)), call, paddings)
+    expected = seen(module, call, paddings)
+    other = seen(module, with_garbage(call, paddings), paddings)
     trim = Trim(paddings, [])
     (_, shorter), finish = trim((), call)
     assert trim.tokens_run < trim.tokens_given
     assert finish is not None
-    trimmed = seen([finish(value) for value in outputs(module, shorter)], call, paddings)
+    with torch.no_grad():
+        trimmed = readable(finish(module(**shorter)), call, paddings)
     for whole, changed, cut in zip(expected, other, trimmed, strict=True):
         assert torch.equal(whole, changed)
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-12)
@@ -84,8 +73,8 @@ def test_fast_numerics_err_no_more_than_the_untouched_denoiser(name: str, dtype:
             call = with_prompts(given, paddings, of_step, SIZES.prompt)
             for mask, kept in masks.items():  # The same objects all the time, written in place.
                 call[mask] = kept.copy_(call[mask])
-            expected = seen(outputs(exact, as_dtype(call, torch.float64)), call, paddings)
-            own, ours = (seen(outputs(m, call), call, paddings) for m in (untouched, compiled))
+            expected = seen(exact, as_dtype(call, torch.float64), paddings)
+            own, ours = (seen(m, call, paddings) for m in (untouched, compiled))
             for e, a, b in zip(expected, own, ours, strict=True):
                 allowed = 2 * (a - e).abs().max() + 4 * torch.finfo(dtype).eps
                 assert (b - e).abs().max() <= allowed
@@ -100,6 +89,7 @@ def test_exact_numerics_trim_nothing() -> None:
     module = build_denoiser("qwen-image")
     compile_denoiser(module, backend="eager", strict=True)
     (call,) = example_calls("qwen-image", module, SIZES, steps=1)
-    outputs(module, with_prompts(call, PADDING["QwenImageTransformer2DModel"], (3, 5), SIZES.prompt))
+    paddings = PADDING["QwenImageTransformer2DModel"]
+    seen(module, with_prompts(call, paddings, (3, 5), SIZES.prompt), paddings)
     (found,) = report(module).denoisers
     assert (found.tokens_given, found.tokens_run) == (0, 0)
