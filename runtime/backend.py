@@ -213,7 +213,7 @@ class _Guarded:
         self._state = state
 
     def __call__(self, args: list[Any]) -> Any:
-        self._state.graph_calls += 1
+        self._state.count_graph_call()
         if self._staged is None:
             return self._aot.forward(*args)
         random_state = torch.get_rng_state() if self._staged.draws else None

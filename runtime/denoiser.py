@@ -84,7 +84,8 @@ class Compiled:
     def __init__(self, state: DenoiserState) -> None:
         self.state = state
         self._broken = False
-        self._may_be_whole = False
+        self._has_raised = False
+        self._may_be_whole: bool | None = None  # Not before a call has been captured.
         self._compiled = self._compile()
 
     @property
@@ -107,6 +108,21 @@ class Compiled:
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what was compiled, or ``original`` where Dynamo cannot."""
         ran = self.state.graph_calls
+        try:
+            result = self._run_captured(original, *args, **kwargs)
+        except Exception:
+            self._has_raised = True
+            raise
+        if self.state.graph_calls == ran and not self._broken and eval_frame._stance.stance == "default":
+            if self._has_raised:  # For which Dynamo gave the function up, though this call may well be captured.
+                self._compiled = self._compile()
+                self._has_raised = False
+            else:
+                self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
+        return result
+
+    def _run_captured(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ran = self.state.graph_calls
         self.state.origins.begin_call()
         try:
             if self._may_be_whole and eval_frame._stance.stance == "default":
@@ -117,7 +133,8 @@ class Compiled:
                     if self.state.graph_calls > ran:
                         raise
             result = self._compiled(*args, **kwargs)
-            self._may_be_whole = not ran and self.state.graph_breaks > 0
+            if self._may_be_whole is None and self.state.graph_calls > ran:
+                self._may_be_whole = self.state.graph_breaks > 0
         except TorchDynamoException as error:
             if self.state.graph_calls > ran:  # Part of the call has been made; making it again would do that twice.
                 self._broken = True
@@ -128,9 +145,6 @@ class Compiled:
             result = original(*args, **kwargs)
             self._broken = True
             self.state.fall_back(f"capture failed: {type(error).__name__}: {error}; {DOCTOR}", error)
-            return result
-        if self.state.graph_calls == ran and eval_frame._stance.stance == "default":
-            self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
         return result
 
     def _run_whole(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -62,13 +63,22 @@ class DenoiserState:
         self.origins = Origins()
         self.graphs: weakref.WeakSet[StagedGraph] = weakref.WeakSet()
         self.fallbacks: list[str] = []
-        self.graph_calls = 0
+        self._of_thread = threading.local()
         self._compiles: Counter[int | None] = Counter()
 
     def close(self) -> None:
         """Let go of what is held, and of released weights' files: the denoiser is gone."""
         self.held.clear()
         self.released.forget_all()
+
+    @property
+    def graph_calls(self) -> int:
+        """How often this thread has called a graph."""
+        return getattr(self._of_thread, "graph_calls", 0)
+
+    def count_graph_call(self) -> None:
+        """A graph is called."""
+        self._of_thread.graph_calls = self.graph_calls + 1
 
     def add_graph(self, graph: StagedGraph) -> None:
         """Keep a newly captured graph for the report (its owner is Dynamo's cache)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 from typing import Any
 
@@ -148,6 +149,27 @@ def test_a_call_that_dynamo_does_not_compile_is_reported() -> None:
 
     with torch.no_grad(), pytest.warns(DithoistWarning, match="Dynamo compiled nothing"):
         run()
+
+
+@pytest.mark.parametrize("good", [0, 2], ids=["mistaken first", "mistaken later"])
+def test_after_a_mistaken_call_right_ones_are_captured(good: int) -> None:
+    """Dynamo gives up a function that raises while it is traced."""
+    twins = Twins(TinyDit())
+    for step in range(good):
+        twins.check(**tiny_inputs(0, float(step)))
+    mistakes: list[dict[str, Any]] = [{"timestep": None}, {"hidden_states": torch.zeros(2, 4, 9)}, {"mask": "none"}]
+    for mistake in mistakes:
+        with torch.no_grad():
+            with pytest.raises(Exception) as expected:  # noqa: PT011  Whatever the model says.
+                twins.untouched(**(tiny_inputs() | mistake))
+            with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+                twins.compiled(**(tiny_inputs() | mistake))
+        for step in (2.0, 1.0, 0.0):
+            twins.check(**tiny_inputs(0, step))
+    runs = twins.runs("schedule")
+    twins.check(**tiny_inputs(1, 1.0))
+    assert twins.runs("schedule") == runs > 0  # The row of this step is held.
+    assert twins.report.fallbacks == []
 
 
 def test_captures_of_other_modules_do_not_count_against_ours() -> None:
