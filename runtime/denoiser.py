@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -11,9 +12,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.decorators import error_on_graph_break
+from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._trace import is_tracing as is_jit_tracing
@@ -24,6 +29,7 @@ from ..models.families import argument_labels
 from ..models.padding import PADDING
 from . import env
 from .backend import forward_arguments, make_backend
+from .env import log
 from .hooks import WeightHooks
 from .loop import Loop
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
@@ -41,6 +47,7 @@ if hasattr(dynamo_config, "invalidate_compile_context_weakrefs"):
     DYNAMO_CONFIG["invalidate_compile_context_weakrefs"] = True
 
 _code_numbers = itertools.count(1)
+_AS_AT_FIRST = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 
 
 class DynamoOptions:
@@ -75,6 +82,7 @@ def compile_for(state: DenoiserState, function: Callable[..., Any]) -> Callable[
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_code_numbers)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    weakref.finalize(own, remove_from_cache, code).atexit = False  # Nobody is in it any more then.
     return torch.compile(own, backend=make_backend(state), dynamic=state.settings.dynamic)
 
 
@@ -84,7 +92,6 @@ class Compiled:
     def __init__(self, state: DenoiserState) -> None:
         self.state = state
         self._broken = False
-        self._has_raised = False
         self._may_be_whole: bool | None = None  # Not before a call has been captured.
         self._compiled = self._compile()
 
@@ -111,14 +118,15 @@ class Compiled:
         try:
             result = self._run_captured(original, *args, **kwargs)
         except Exception:
-            self._has_raised = True
+            if self.state.graph_calls == ran:  # Dynamo gives up a function that raises while it is traced.
+                set_code_exec_strategy(inspect.unwrap(self._compiled).__code__, _AS_AT_FIRST)
             raise
         if self.state.graph_calls == ran and not self._broken and eval_frame._stance.stance == "default":
-            if self._has_raised:  # For which Dynamo gave the function up, though this call may well be captured.
-                self._compiled = self._compile()
-                self._has_raised = False
-            else:
-                self.state.fall_back("Dynamo compiled nothing for a call; TORCH_LOGS=graph_breaks,recompiles says why")
+            limit = DYNAMO_CONFIG["recompile_limit"]
+            why = "TORCH_LOGS=graph_breaks,recompiles says why"
+            if self.state.captured >= limit:
+                why = f"{limit} captures are the limit; restore it and compile it again to begin anew"
+            self.state.fall_back(f"Dynamo compiled nothing for a call; {why}")
         return result
 
     def _run_captured(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +169,7 @@ class Compiled:
             result = compiled(*args, **kwargs)
         self._compiled = compiled
         self.state.replace(earlier)
+        log.info("%s: captured whole, where the first call broke", self.state.name)
         return result
 
     def _may_run(self) -> bool:

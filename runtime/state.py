@@ -97,7 +97,6 @@ class DenoiserState:
             graph.drop()
             self.graphs.discard(graph)
         self._compiles -= compiles
-        log.info("%s: captured whole, where the first call broke into %d graphs", self.name, len(graphs))
 
     def clear(self) -> int:
         """Forget held values and the inputs they are known by; returns the bytes of held values freed."""

@@ -149,7 +149,7 @@ class CompiledTwin:
     @property
     def worn(self) -> bool:
         """Whether Dynamo may soon compile no more, or an input has lost its label."""
-        return len(self.state.graphs) > 20 or any(g.demoted for g in self.state.graphs)
+        return self.state.captured > 14 or any(g.demoted for g in self.state.graphs)
 
 
 def _copies(attributes: dict[str, Any]) -> dict[str, Any]:
