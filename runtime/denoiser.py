@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.decorators import error_on_graph_break
-from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._trace import is_tracing as is_jit_tracing
@@ -32,6 +29,7 @@ from .backend import forward_arguments, make_backend
 from .env import log
 from .hooks import WeightHooks
 from .loop import Loop
+from .own_code import with_own_code
 from .settings import Backend, Numerics, Settings, parse_labels, suggest_arguments
 from .state import DOCTOR, DenoiserState
 from .trim import Trim
@@ -46,7 +44,6 @@ if hasattr(dynamo_config, "invalidate_compile_context_weakrefs"):
     # Quantised weights move by ``swap_tensors``, which refuses what a weak reference points to.
     DYNAMO_CONFIG["invalidate_compile_context_weakrefs"] = True
 
-_code_numbers = itertools.count(1)
 _AS_AT_FIRST = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 
 
@@ -73,17 +70,8 @@ _OPTIONS_WITH_HOOKS = DynamoOptions(guard_hooks=True)
 
 
 def compile_for(state: DenoiserState, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` of a copy of ``function`` for our back end.
-
-    Dynamo files what it compiled, how often, and what it gave up, by code object, and the sizes it has seen by name
-    and line. So each capture has code of its own: nothing of others counts against it, and all goes when it goes.
-    (``isolate_recompiles`` is for that too, but in PyTorch 2.13 it forgets which of two threads it is in.)
-    """
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_code_numbers)}")
-    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    weakref.finalize(own, remove_from_cache, code).atexit = False  # Nobody is in it any more then.
-    return torch.compile(own, backend=make_backend(state), dynamic=state.settings.dynamic)
+    """``torch.compile`` of a copy of ``function`` for our back end."""
+    return torch.compile(with_own_code(function), backend=make_backend(state), dynamic=state.settings.dynamic)
 
 
 class Compiled:

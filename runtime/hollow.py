@@ -22,6 +22,7 @@ from ..models.small.common import set_dtype
 from . import env
 from .backend import CapturedInput, capturing_backend, forward_arguments, graph_inputs
 from .denoiser import DYNAMO_CONFIG
+from .own_code import with_own_code
 from .settings import Settings
 from .staged import GraphInput
 from .state import DenoiserState
@@ -100,7 +101,8 @@ def capture(module: nn.Module, call: Mapping[str, Any], family: str) -> tuple[fx
         raise _Captured
 
     options = {**DYNAMO_CONFIG, "suppress_errors": False, "disable": False}
-    compiled = torch.compile(_forward, backend=capturing_backend(state, keep), fullgraph=True, dynamic=False)
+    backend = capturing_backend(state, keep)
+    compiled = torch.compile(with_own_code(_forward), backend=backend, fullgraph=True, dynamic=False)
     try:
         with torch.no_grad(), torch.compiler.set_stance("default"), dynamo_config.patch(options):
             compiled(module, **call)
