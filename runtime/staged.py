@@ -54,13 +54,16 @@ class GraphInput:
     movable: bool = False
 
 
+_PRECISIONS = list(itertools.product(("cuda", "mkldnn"), ("matmul", "conv")))
+_precision_getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def _precision() -> Hashable:
     """How exact products of float32 are, which Dynamo guards in part; held values must not outlive a change of it."""
-    matmul = torch._C._get_fp32_precision_getter("mkldnn", "matmul") if _HAS_PRECISIONS else None
-    return torch.get_float32_matmul_precision(), matmul
-
-
-_HAS_PRECISIONS = hasattr(torch._C, "_get_fp32_precision_getter")
+    if _precision_getter is None:
+        return torch.get_float32_matmul_precision()
+    # That one raises where somebody uses the new names (``torch.backends.cuda.matmul.fp32_precision``).
+    return tuple(itertools.starmap(_precision_getter, _PRECISIONS))
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:

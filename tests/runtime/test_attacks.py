@@ -412,6 +412,21 @@ def test_the_precision_of_products_changed_between_calls() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_the_precision_of_products_by_its_new_names() -> None:
+    """Asking by the old name raises then."""
+    twins = Twins(Pooled())
+    latents, prompt = torch.randn(2, 64), torch.randn(2, 64)
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        for precision in ("tf32", "ieee", "tf32"):
+            products.fp32_precision = precision
+            twins.check(latents, torch.ones(1), prompt)
+    finally:
+        products.fp32_precision = before
+    assert twins.runs("request") == 2
+
+
 def test_pipelines_that_share_a_denoiser() -> None:
     """One-step pictures with falling sigmas look like one generation; each pipeline's scheduler says they are not."""
     untouched = build_pipeline("flux")
