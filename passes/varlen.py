@@ -161,9 +161,7 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | None:
     shown, hidden = mask == 0, mask <= HIDDEN
     if not (shown | hidden).all():  # NaN is neither.
         return None
-    # A row of one number takes nothing from any key, unless that is -inf.
-    alike = (mask == mask[..., :1]).all(dim=-1, keepdim=True) & (mask[..., :1] != -torch.inf)
-    shown = shown | alike
+    # A row of one number takes nothing from any key, in theory: next to a large one, scores are rounded away.
     blind = ~shown.any(dim=-1, keepdim=True)
     return None if (blind & (mask != -torch.inf)).any() else shown
 

@@ -15,6 +15,7 @@ from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.decorators import error_on_graph_break
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -153,7 +154,8 @@ class Compiled:
             TorchDynamoException: it breaks again; nothing has run.
         """
         earlier, compiled = self.state.captures(), self._compile()
-        with error_on_graph_break(True):
+        # What is to happen at a break holds for all threads, so no other may compile meanwhile.
+        with compile_lock, error_on_graph_break(True):
             result = compiled(*args, **kwargs)
         self._compiled = compiled
         self.state.replace(earlier)

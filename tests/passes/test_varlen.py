@@ -240,7 +240,11 @@ def test_what_is_no_segments(name: str) -> None:
     assert mask_segments(NO_SEGMENTS[name], (1, 2, 4, 4)) is None
 
 
-def test_a_row_of_the_same_finite_number_hides_nothing() -> None:
-    """Softmax does not see what is added to every score of a row; ``(1 - m) * -10000`` does that to an empty prompt."""
-    of_queries, of_keys = mask_segments(torch.full((1, 1, 1, 4), HIDDEN), (1, 1, 2, 4))  # type: ignore[misc]
-    assert (of_queries.tolist(), of_keys.tolist()) == ([[0, 0]], [[0, 0, 0, 0]])
+@pytest.mark.parametrize("hidden", [HIDDEN, -1e9, torch.finfo(torch.float32).min])
+def test_a_row_that_sees_no_key_is_no_segment_unless_minus_infinity_says_so(hidden: float) -> None:
+    """In theory what is added to every score of a row changes nothing; ``(1 - m) * hidden`` does that to an empty
+    prompt. But scores are rounded away next to it, and what is left is the mean of all values."""
+    mask = torch.tensor([[0.0, hidden], [hidden, hidden]]).view(2, 1, 1, 2)
+    assert mask_segments(mask, (2, 1, 3, 2)) is None
+    of_queries, of_keys = mask_segments(mask.where(mask == 0, -math.inf), (2, 1, 3, 2))  # type: ignore[misc]
+    assert (of_queries.tolist(), of_keys.tolist()) == ([[0] * 3, [-1] * 3], [[0, -1], [-1, -1]])
