@@ -16,7 +16,8 @@ Four rewrites, each bitwise neutral:
 2. *Selections of a constant are fills*: ``where(m, v, x)`` becomes ``masked_fill(x, m, v)``, ``where(m, x, v)``
    becomes ``masked_fill(x, ~m, v)``, and ``x * keep`` with a boolean ``keep`` on integers ``masked_fill(x, ~keep, 0)``.
    Legality: each stores ``v`` or ``x`` element by element; ``v`` is the number the constant holds in its own dtype,
-   which both convert to ``x``'s dtype alike, and the mask does not enlarge ``x``. For floating point ``x * keep``
+   which both convert to ``x``'s dtype alike, and the mask does not enlarge ``x``. A fill of what is not contiguous is
+   laid out otherwise than a selection or a product, so these stay then. For floating point ``x * keep``
    is no fill (``NaN * 0`` is NaN, ``-1 * 0`` is ``-0.0``): it stays a product, and the report says so.
 3. *Creators that read only a shape* (``zeros_like``, ``full_like``, ``new_zeros`` ...) become ``full`` with
    that shape, so that their result no longer depends on the tensor they were modelled on. Legality: the
@@ -139,7 +140,8 @@ def _selected_constant(node: fx.Node) -> fx.Node | None:
         if number is None or not same_layout(x, node):
             continue
         where = call(node, aten.logical_not.default, mask) if inverted else mask
-        return call(node, aten.masked_fill.Scalar, x, where, number)
+        new = call(node, aten.masked_fill.Scalar, x, where, number)
+        return new if same_layout(new, node) else None
     return None
 
 
@@ -155,7 +157,8 @@ def _product_with_mask(node: fx.Node, context: PassContext) -> fx.Node | None:
                 "canonicalize", f"{node.name} stays a product with a mask: 0 * NaN is no 0, and 0 * -1 is -0.0"
             )
             return None
-        return call(node, aten.masked_fill.Scalar, x, call(node, aten.logical_not.default, keep), 0)
+        new = call(node, aten.masked_fill.Scalar, x, call(node, aten.logical_not.default, keep), 0)
+        return new if same_layout(new, node) else None
     return None
 
 

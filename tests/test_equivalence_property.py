@@ -84,6 +84,7 @@ def assert_same_history(case: Case, staged: StagedGraph) -> None:
             if isinstance(e, torch.Tensor):
                 assert isinstance(a, torch.Tensor)
                 assert bits_equal(a, e), f"call {number}: {a} is not {e}"
+                assert a.stride() == e.stride(), f"call {number}: another layout"
             else:
                 assert a == e
         for v, b in zip(values, before, strict=True):

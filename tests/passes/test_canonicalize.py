@@ -123,9 +123,21 @@ def enlarged(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return torch.where(m.unsqueeze(-1), torch.ones((), dtype=x.dtype), x[:1] + 1)
 
 
+def selected_transposed(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """A fill of this would be contiguous, which the selection is not."""
+    return torch.where(m.unsqueeze(-1), 2.5, (x + 1).mT)
+
+
+def integer_product_transposed(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return integer_product(x, m).mT.contiguous().mT * m.unsqueeze(-1)
+
+
 @pytest.mark.parametrize(
     ("function", "fills"),
-    [(selected, 1), (selected_number, 1), (kept, 1), (integer_product, 1), (column, 1), (product, 0), (enlarged, 0)],
+    [
+        (selected, 1), (selected_number, 1), (kept, 1), (integer_product, 1), (column, 1), (product, 0), (enlarged, 0),
+        (selected_transposed, 0), (integer_product_transposed, 1),
+    ],
 )  # fmt: skip
 def test_selections_of_a_constant_become_fills_where_the_bits_are_the_same(
     function: Callable[..., torch.Tensor], fills: int
@@ -160,6 +172,8 @@ def test_what_is_not_bitwise_the_same_is_left_and_reported() -> None:
         product,
         column,
         enlarged,
+        selected_transposed,
+        integer_product_transposed,
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -172,6 +186,7 @@ def test_bits_are_those_of_the_model(
     arguments = {"x": x, "m": mask}  # Placeholders stand in the order of first use.
     outputs = gm(*[arguments[n.name] for n in gm.graph.find_nodes(op="placeholder")])
     assert bits_equal(outputs[0], function(x, mask))
+    assert outputs[0].stride() == function(x, mask).stride()
 
 
 def test_creators_no_longer_depend_on_the_tensor_whose_shape_they_take() -> None:
