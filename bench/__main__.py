@@ -105,7 +105,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     chosen.add_argument("--blocks", action="append", type=int, help="depth, of the cases that set one")
     chosen.add_argument("--dtype", action="append", help="of weights and inputs")
     chosen.add_argument("--case", action="append", help="a case by its id, in the list or not")
-    chosen.add_argument("--quick", action="store_true", help="one small case, 3 rounds, no memory: under 3 minutes")
+    chosen.add_argument("--quick", action="store_true", help="one small case, 3 rounds, no memory: about 3 minutes")
     chosen.add_argument("--list", action="store_true", help="print the ids of the cases and stop")
     how = parser.add_argument_group("how")
     how.add_argument("--variant", action="append", help=f"repeatable: {', '.join(variants.VARIANTS)} (default: all)")

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit._trace import is_tracing as is_jit_tracing
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..models.families import argument_labels
@@ -306,13 +307,17 @@ def prepare_denoiser(
 
     Raises:
         TypeError: ``module`` is no ``nn.Module``.
-        ValueError: it was wrapped by ``torch.compile``, ``labels`` name what does not exist, or weights that are to be
-            released cannot be.
+        ValueError: it was compiled by ``torch.compile`` or ``torch.jit``, has parameters without a shape, ``labels``
+            name what does not exist, or weights that are to be released cannot be.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ValueError(f"{name} was wrapped by torch.compile; pass the original module (its ._orig_mod)")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{name} was compiled by torch.jit; pass the module it was made from")
+    if any(map(is_lazy, module.parameters())):
+        raise ValueError(f"{name} has parameters without a shape; call it once before it is compiled")
     aside = WeightHooks(module).reason() if settings.release_weights else None
     if aside is not None:
         raise ValueError(f"release_weights={settings.release_weights!r} cannot be had for {name}: {aside}")

@@ -58,12 +58,13 @@ _PRECISIONS = list(itertools.product(("cuda", "mkldnn"), ("matmul", "conv")))
 _precision_getter = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
-def _precision() -> Hashable:
-    """How exact products of float32 are, which Dynamo guards in part; held values must not outlive a change of it."""
+def _numerics() -> Hashable:
+    """Switches that decide about last bits and that Dynamo guards in part; held values must not outlive a change."""
+    libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch._C._get_cudnn_deterministic()
     if _precision_getter is None:
-        return torch.get_float32_matmul_precision()
+        return *libraries, torch.get_float32_matmul_precision()
     # That one raises where somebody uses the new names (``torch.backends.cuda.matmul.fp32_precision``).
-    return tuple(itertools.starmap(_precision_getter, _PRECISIONS))
+    return *libraries, *itertools.starmap(_precision_getter, _PRECISIONS)
 
 
 def compile_body(stage: Stage, backend: Callable[..., Any], context: PassContext) -> Callable[..., Any]:
@@ -243,7 +244,7 @@ class StagedGraph:
             if not self._whole:
                 self._restage()
             tokens = self._look(values)
-            self._table.extend(values, tokens, (self._weights_identity.epoch, _precision()), capturing=capturing)
+            self._table.extend(values, tokens, (self._weights_identity.epoch, _numerics()), capturing=capturing)
             self.stage_runs[BindingTime.STEP] += 1
             # Another thread's demotion may put a new body in its place.
             body = self._captured_body if capturing else self._body

@@ -23,6 +23,7 @@ from .state import DenoiserState
 
 # A number the host reads (a schedule value's ``.item()``) then becomes part of the graph, and leaves the loop with it.
 _OPTIONS = DynamoOptions(guard_hooks=True, capture_scalar_outputs=True)
+_OPTIONS_WITH_HOST_READS = DynamoOptions(guard_hooks=True)
 
 
 class _NumbersAsIndices(TorchFunctionMode):
@@ -49,6 +50,7 @@ class CompiledStep(Compiled):
         self._function = function
         self._arguments = arguments
         self._needs_numbers = False
+        self._options = _OPTIONS
         super().__init__(state)
 
     @property
@@ -81,12 +83,19 @@ class CompiledStep(Compiled):
             return self._function(*args, **kwargs)
         ran = self.state.graph_calls
         try:
-            with _OPTIONS(), _unknown("" if self._needs_numbers else ",".join(numbers)):
+            with self._options(), _unknown("" if self._needs_numbers else ",".join(numbers)):
                 return self._run(self._function, *args, **kwargs)
         except (GuardOnDataDependentSymNode, AssertionError, IndexError) as error:
-            if self._needs_numbers or not numbers or self.state.graph_calls > ran:
+            has_run = self.state.graph_calls > ran
+            if numbers and not self._needs_numbers and not has_run:
+                return self._run_with_numbers(error, *args, **kwargs)
+            if not isinstance(error, GuardOnDataDependentSymNode) or self._options is _OPTIONS_WITH_HOST_READS:
                 raise
-            return self._run_with_numbers(error, *args, **kwargs)
+            log.info("%s: the host reads a number that it decides by: %s", self.state.name, error)
+            self._options = _OPTIONS_WITH_HOST_READS
+            if has_run:  # Making the call again would do that part twice.
+                raise
+            return self(*args, **kwargs)
         except RuntimeError as error:
             # An index out of range, say, of which the function speaks in its own words.
             if "Runtime assertion failed" not in str(error):

@@ -1,8 +1,8 @@
 """The hoisted stages of one captured graph, and what they gave: request values and the rows of the schedule table.
 
-Each stage has a key: the weights' epoch, the precision of products, and the tokens of the inputs its values depend on.
-If values are held under that key they are used, otherwise the stage runs and its values are held from then on. With a
-forecast, the rows of the coming steps are made together with the one that is missing. A forecast is never trusted: a
+Each stage has a key: the weights' epoch, switches of PyTorch's numerics, and the tokens of the inputs its values depend
+on. If values are held under that key they are used, otherwise the stage runs and its values are held from then on. With
+a forecast, the rows of the coming steps are made together with the one that is missing. A forecast is never trusted: a
 row is used only by a call whose own inputs have its key.
 """
 

@@ -427,6 +427,25 @@ def test_the_precision_of_products_by_its_new_names() -> None:
     assert twins.runs("request") == 2
 
 
+def test_a_library_switched_off_between_calls() -> None:
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+        def forward(
+            self, hidden_states: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor
+        ) -> torch.Tensor:
+            return hidden_states * timestep + self.conv(encoder_hidden_states)
+
+    twins = Twins(Convolved())
+    latents, prompt = torch.randn(2, 16, 300), torch.randn(2, 16, 300)
+    for enabled in (True, False, True):
+        with torch.backends.mkldnn.flags(enabled=enabled):
+            twins.check(latents, torch.ones(()), prompt)
+    assert twins.runs("request") == 2
+
+
 def test_pipelines_that_share_a_denoiser() -> None:
     """One-step pictures with falling sigmas look like one generation; each pipeline's scheduler says they are not."""
     untouched = build_pipeline("flux")

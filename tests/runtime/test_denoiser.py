@@ -232,6 +232,8 @@ def test_bad_input_is_refused_before_anything_changes() -> None:
         (module, {"bakend": "eager"}, TypeError, "did you mean 'backend'"),
         (lambda x: x, {}, TypeError, r"must be a torch\.nn\.Module, not function"),
         (torch.compile(module), {}, ValueError, "wrapped by torch.compile"),
+        (torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), {}, ValueError, "compiled by torch.jit; pass the module"),
+        (nn.Sequential(nn.LazyLinear(2)), {}, ValueError, "without a shape; call it once"),
     ]
     for target, options, error, message in cases:
         with pytest.raises(error, match=message):

@@ -251,3 +251,23 @@ def test_an_index_may_be_used_as_any_number(use: str) -> None:
     assert found.fallbacks == []
     with torch.no_grad(), pytest.raises(IndexError):
         compile_step(USES_OF_AN_INDEX["a part of a tensor"], backend="eager")(torch.randn(3, 2), 3)
+
+
+DECISIONS: dict[str, Any] = {
+    "a scale, if there is one": lambda x, t: x * t.item() if t.item() else x,
+    "a count or one": lambda x, t: x + (int((x > t).sum()) or 1),
+    "lengths that are not 0": lambda x, t: x + sum(n * t for n in (x > t).sum(1).tolist() if n),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_the_host_may_decide_by_a_number_it_reads(name: str) -> None:
+    """What a graph without host reads cannot, so that the number is read, as any ``torch.compile`` reads it."""
+    step = DECISIONS[name]
+    compiled = compile_step(step, backend="eager", strict=True)
+    with torch.no_grad():
+        for t in (2.0, 0.0, 0.5, 0.0):
+            x = torch.randn(3, 4)
+            assert torch.equal(compiled(x, torch.tensor(t)), step(x, torch.tensor(t)))
+    (found,) = report(compiled).denoisers
+    assert found.fallbacks == []
