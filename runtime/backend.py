@@ -74,7 +74,7 @@ def capturing_backend(
             return compile_graph(aot, captured)
 
         def compile_training(aot: fx.GraphModule, _: Sequence[Any]) -> Any:
-            state.fall_back("gradients are enabled, by the caller or by its own code; they are for training")
+            state.fall_back("gradients are enabled; call it under torch.no_grad(), and let it not enable them itself")
             return make_boxed_func(aot.forward)
 
         run = aot_autograd(fw_compiler=compile_training, inference_compiler=compile_inference)
