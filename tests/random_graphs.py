@@ -36,7 +36,8 @@ POINTWISE = """-{n} | {x} + {b} | {n} - {b} | {n} * {b} | {n} * {k} | {n} + {c} 
     | torch.maximum({n}, {b}) | {f}.log() | {k} / {f} | {n}.remainder({c}) | {f}.nan_to_num()"""
 LOGIC = """{x} == {b} | {n} < {b} | {n} >= {k} | torch.logical_and({x}, {b}) | ~{m} | {m} & {b} | {i} & {c}
     | {f}.isnan() | torch.where({m}, {b}, {k}) | torch.where({n} > 0, {o}, {s}) | {f}.masked_fill({mt}, {k})
-    | {f}.masked_fill({o} > 0.5, -math.inf) | {x1}.any({d}) | {x}.all()"""
+    | {f}.masked_fill({o} > 0.5, -math.inf) | {x1}.any({d}) | {x}.all() | {f}.where({mt}, {k})
+    | {x2}.mT.contiguous().mT.where({o} == 1, {k}) | {i} * {mt}"""
 CASTS = """{x}.to({ft}) | {x}.to(torch.bool) | {m}.to(torch.int64) | {x}.to({f}.dtype) | {x}.type_as({f})
     | {f}.nan_to_num().clamp(-9, 9).to(torch.int64)"""
 VIEWS = """{x}.unsqueeze(0) | {x}.unsqueeze(-1) | {x}.squeeze() | {x2}.transpose(0, -1) | {x2}.mT
