@@ -26,7 +26,7 @@ from torch import nn
 from twins import Twins, WideDit, mapped, same_bytes, wide_inputs
 
 from dithoist import DithoistWarning, compile_denoiser, compile_pipeline, report, restore
-from dithoist.models.small import build_denoiser, build_pipeline, example_call, example_calls
+from dithoist.models.small import as_dtype, build_denoiser, build_pipeline, example_call, example_calls
 from dithoist.runtime.report import DenoiserReport
 
 CPU = torch.device("cpu")
@@ -384,10 +384,6 @@ def test_weights_of_a_tensor_subclass_are_hoisted_edited_and_released_like_other
     assert bits_equal(twins.compiled.modulation.weight.integers, twins.untouched.modulation.weight.integers)
 
 
-def inputs_of(dtype: torch.dtype, seed: int, step: float) -> dict[str, torch.Tensor]:
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in wide_inputs(seed, step).items()}
-
-
 def test_weights_of_a_tensor_subclass_move_after_the_first_call() -> None:
     """By ``swap_tensors``, which refuses a tensor that tracing has left a weak reference to."""
     module = WideDit().eval()
@@ -397,7 +393,7 @@ def test_weights_of_a_tensor_subclass_move_after_the_first_call() -> None:
         twins.both(lambda m, dtype=dtype: m.to(dtype))
         assert twins.compiled.modulation.weight.scale.dtype == dtype
         for step in (3.0, 2.0, 1.0):
-            twins.check(**inputs_of(dtype, 0, step))
+            twins.check(**as_dtype(wide_inputs(0, step), dtype))
     assert twins.report.fallbacks == []
 
 
@@ -419,7 +415,7 @@ def test_weights_quantised_by_torchao(config: str, dtype: torch.dtype, options: 
         quantisation.quantize_(module, getattr(quantisation, config)(**options))
 
     def check(seed: int, step: float) -> torch.Tensor:
-        return twins.check(**inputs_of(dtype, seed, step))  # type: ignore[no-any-return]
+        return twins.check(**as_dtype(wide_inputs(seed, step), dtype))  # type: ignore[no-any-return]
 
     module = WideDit().eval().to(dtype)
     if first == "quantised first":

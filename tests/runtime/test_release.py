@@ -13,6 +13,7 @@ from torch import nn
 from twins import WIDTH, Twins, WideDit, mapped, same_bytes, wide_inputs
 
 from dithoist import DithoistWarning, compile_denoiser, restore
+from dithoist.models.small import as_dtype
 from dithoist.runtime.release import ReleasedWeights
 
 
@@ -70,7 +71,7 @@ def test_a_changed_weight_is_seen(twins: Twins, change: Any) -> None:
 def test_another_dtype_is_another_model(twins: Twins) -> None:
     twins.both(lambda m: m.to(torch.bfloat16))
     for step in (2.0, 1.0):
-        twins.check(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in wide_inputs(0, step).items()})
+        twins.check(**as_dtype(wide_inputs(0, step), torch.bfloat16))
     assert same_bytes(twins.compiled, twins.untouched)
 
 

@@ -13,6 +13,7 @@ from random_graphs import bits_equal
 from torch import nn
 from twins import TinyDit, Twins, tiny_inputs
 
+from dithoist.models.small import as_dtype
 from dithoist.models.timesteps import FORMS
 from dithoist.runtime.cache import HeldValues
 from dithoist.runtime.device_schedule import private_copy
@@ -165,10 +166,9 @@ def test_fast_rows_are_as_near_to_float64_as_the_model_is(dtype: torch.dtype, re
     own = fast = 0.0
     for seed in (0, 1):
         for step in STEPS:
-            inputs = wide(seed, step)
-            typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+            typed = as_dtype(wide(seed, step), dtype)
             with torch.no_grad():
-                reference = exact(**{k: v.double() if v.is_floating_point() else v for k, v in typed.items()})
+                reference = exact(**as_dtype(typed, torch.float64))
                 own = max(own, (twins.untouched(**typed) - reference).abs().max().item())
                 fast = max(fast, (twins.compiled(**typed) - reference).abs().max().item())
     assert 0 < fast <= FAST_TOLERANCE[dtype] * own

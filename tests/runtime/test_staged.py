@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from twins import TinyDit, Twins, tiny_inputs
 
+from dithoist.models.small import as_dtype
+
 
 def with_prompt(prompt: torch.Tensor, step: float, seed: int = 0) -> dict[str, torch.Tensor]:
     return tiny_inputs(seed, step) | {"encoder_hidden_states": prompt}
@@ -184,8 +186,7 @@ def test_a_changed_dtype_is_another_graph() -> None:
     twins = Twins(TinyDit())
     twins.check(**tiny_inputs(0, 1.0))
     twins.both(lambda m: m.to(torch.bfloat16))
-    cast = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in tiny_inputs(0, 1.0).items()}
-    twins.check(**cast)
+    twins.check(**as_dtype(tiny_inputs(0, 1.0), torch.bfloat16))
 
 
 def test_other_sizes_are_other_graphs_and_going_back_recompiles_nothing() -> None:
